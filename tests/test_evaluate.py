@@ -29,6 +29,7 @@ from gear_offline.evaluation.play import (
 )
 from gear_offline.evaluation.rollout import ActingPolicy
 from gear_offline.runs.evaluate import evaluate
+from gear_offline.runs.report import write_report
 from gear_offline.training.checkpoint import chosen_checkpoint, find_checkpoint
 from gear_offline.training.records import EvaluationReport, read_document, share_interval
 from tests.checkpoint_support import write_run
@@ -169,13 +170,18 @@ def test_no_result_replaces_another_and_paths_are_said_as_they_were_given(
     given = (run, Path("runs/tiny-s0"), Path("runs/tiny-s0/checkpoints/step-00000010"))
     reports = []
     for seed, place in enumerate(given):
-        report = evaluate(place, episodes=1, seed=seed, targets=-300.0)
+        report = evaluate(place, episodes=1, seed=seed, targets=-300.0 - seed)
         assert report.run == "tiny-s0"
         reports.append(report.to_json())
+        training = json.dumps(reports[0])  # of step 20
+        (run / "evaluations.jsonl").write_text(f"{training}\n")
         home = place if place.name == run.name else run
         said = capfd.readouterr().err
         assert f"written: {home}/evaluation.json, {home}/report.md and" in said
         assert place == run or f" is kept in {home}/evaluation-{seed}.json; report and" in said
+    shown = (run / "report.md").read_text()
+    assert "asked -302" in shown and "weights of step 10;" in shown, "what was evaluated last"
+    assert "asked -300" in write_report(run).read_text(), "written anew: the latest weights"
     names = ("evaluation-1.json", "evaluation-2.json", "evaluation.json")
     assert [json.loads((run / name).read_text()) for name in names] == reports
 

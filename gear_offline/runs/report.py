@@ -51,16 +51,21 @@ class _TaskSection:
     picture: str | None  # of asked and achieved returns
 
 
-def write_report(run: str | os.PathLike[str]) -> Path:
-    """Write the plots and ``report.md`` of a run directory and return the report's path."""
+def write_report(run: str | os.PathLike[str], *, final: EvaluationReport | None = None) -> Path:
+    """Write the plots and ``report.md`` of a run directory and return the report's path.
+
+    It shows the evaluation `final`; by default that of the latest weights, of equals the one that
+    ``evaluation.json`` holds.
+    """
     run = Path(run)
     recipe = load_recipe(run / "recipe.yaml") if (run / "recipe.yaml").is_file() else None
     logged = {line.step: line.loss for line in read_lines(run / "metrics.jsonl", MetricsRecord)}
     played = read_lines(run / "evaluations.jsonl", EvaluationReport)
     evaluations = [evaluation for evaluation in played if evaluation.error is None]
-    written = read_document(run / "evaluation.json", EvaluationReport)
-    known = [r for r in (written, *evaluations) if r is not None]
-    final = max(known, key=lambda r: r.step or 0, default=None)  # of equals what was written
+    if final is None:
+        written = read_document(run / "evaluation.json", EvaluationReport)
+        known = [r for r in (written, *evaluations) if r is not None]
+        final = max(known, key=lambda r: r.step or 0, default=None)  # the first of equals
     if recipe is None and not logged and final is None:
         what, remedy = "nothing here to report on", "give the directory of a run"
         raise InputError("RUN_NOT_FOUND", what, where=str(run), remedy=remedy)
