@@ -138,6 +138,7 @@ class Policy:
             if c.frames
         }
         self._graph: _Graph | None = None
+        self.captures = True  # `capture` does something on a GPU
 
     def __repr__(self) -> str:
         seen = " and ".join(column.text for column in self.columns.values())
@@ -260,10 +261,12 @@ class Policy:
 
         Its products are TF32's; the model's weights must stay where they are.
         """
-        if self.device.type == "cuda" and self._graph is None:
+        if self.device.type == "cuda" and self.captures and self._graph is None:
             self._grow(max(0, environments - self.environments))
-            remedy = "act without waiting for the GPU, as .item() does, or play on the CPU: "
-            remedy += "evaluate.device=cpu, evaluate --device cpu"
+            remedy = (
+                "act without waiting for the GPU, as .item() does, train with train.graph=off, "
+            )
+            remedy += "or play on the CPU: evaluate.device=cpu, evaluate --device cpu"
             with telling_model(self.model, "capturing act() as a CUDA graph", remedy):
                 self._graph = _Graph(self)
 

@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -210,19 +210,20 @@ def test_an_interrupted_run_makes_up_for_what_was_outstanding(
     data: Path, in_process: Path, tmp_path: Path, fake: type[FakePool], stop: int | str
 ) -> None:
     """At its end it waits for them: Ctrl-C leaves them to the resumed run, and it is no error."""
-    fake.delay, run, wait = 10**9, tmp_path / "run", RunEvaluations.wait
+    fake.delay, run, finish = 10**9, tmp_path / "run", RunEvaluations.finish
     recipe = tiny_recipe(data, "evaluate.background=on", "train.keep_checkpoints=1")
 
-    def interrupted(self: RunEvaluations) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        wait(self)
+    def interrupted(self: RunEvaluations) -> Iterator[bool]:
+        for waits in finish(self):
+            os.kill(os.getpid(), signal.SIGINT)
+            yield waits
 
     if isinstance(stop, int):
         with interrupted_in(stop), pytest.raises(TrainingInterrupted):
             train_run(recipe, out=run, quiet=True)
     else:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(RunEvaluations, "wait", interrupted)
+            patched.setattr(RunEvaluations, "finish", interrupted)
             train_run(recipe, out=run, quiet=True)
     assert played(run) == []
     fake.delay = 2

@@ -307,6 +307,20 @@ def test_what_a_model_raises_later_is_told_with_its_line(own: Path, monkeypatch:
         train("captured", evaluate__episodes=0)
 
 
+def test_what_trains_without_graphs_plays_without(own: Path, monkeypatch: Patch) -> None:
+    failing = Mock(side_effect=RuntimeError("not permitted when stream is capturing"))
+    monkeypatch.setattr("gear_offline.models.policy._Graph", failing)
+    for graph in ("auto", "off"):
+        run = train(graph, evaluate__episodes=0, train__graph=graph, train__steps=3)
+        policy = run.policy(device="cpu")
+        policy.device = torch.device("cuda")
+        if graph == "off":
+            policy.capture(1)
+            continue
+        with one_error("MODEL", "capturing act.* not permitted .*train.graph=off, or play on the"):
+            policy.capture(1)
+
+
 def test_models_of_goals_are_shown_no_returns(own: Path) -> None:
     text = NET.replace("nn.Linear(seen,", "nn.Linear(seen + 1,")
     (own / "net.py").write_text(

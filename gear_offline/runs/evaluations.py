@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -246,8 +246,6 @@ class RunEvaluations(Closing):
         """Have the checkpoint of `step` played: in the training process now, else when it can."""
         if not self._is_new(step):
             return
-        while self.must_wait(step) and self._stop.signal_name is None:
-            self.wait()
         self._queue[step] = _Waiting()
         if not self.plan.workers and self._is_alone:
             self._saver.close()  # the checkpoint is whole now, or given up
@@ -342,18 +340,14 @@ class RunEvaluations(Closing):
         self._progress.say(f"step {step:,}{late}: {whole}")
         self._callbacks.tell("on_evaluation", step, finite(record.to_json()))
 
-    def wait(self) -> None:
-        """Sleep a moment and record what has come in; raise what a checkpoint failed with."""
-        self._saver.check()
-        time.sleep(POLL_SECONDS)
-        self.collect()
-
-    def finish(self) -> None:
-        """Wait for what is outstanding; Ctrl-C leaves it to a resumed run."""
+    def finish(self) -> Iterator[bool]:
+        """Record what is outstanding, yield False meanwhile; Ctrl-C leaves it to a resumed run."""
         if self._queue:
             self._progress.say(f"waiting for {count_text(len(self._queue), 'evaluation')}")
         while self._queue and self._stop.signal_name is None:
-            self.wait()
+            self._saver.check()
+            self.collect()
+            yield False
         if self._queue:
             self._end()
 

@@ -8,8 +8,9 @@ steps; the first one alone writes and speaks (`gear_offline.runs.writer`), and i
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -36,7 +37,9 @@ from gear_offline.training.gradients import check_micro_batches
 from gear_offline.training.learner import Learner
 from gear_offline.training.saving import Saver, restore
 from gear_offline.training.seeding import deterministic, torch_threads
+from gear_offline.training.stack import Stack
 
+PAUSE_SECONDS = 0.01  # of a run that waits for its evaluations
 STOP_EVERY = 10  # steps between two questions to all ranks whether to stop
 
 
@@ -88,11 +91,9 @@ def train_run(
             quiet=quiet,
         )
         with beginning as run:
-            run.catch_up()  # a killed run may have left something to do
-            while not (run.is_complete or run.is_stopped):
-                run.advance()
-                run.catch_up()
-            run.finish()
+            for has_stepped in RunGroup([run]).train():
+                if not has_stepped:
+                    time.sleep(PAUSE_SECONDS)
     return path
 
 
@@ -176,7 +177,7 @@ class LiveRun(Closing):
     ) -> None:
         self.learner, self.stop, self.callbacks = learner, shared.stop, callbacks
         self.path, self.is_stopped = callbacks.run.path, False
-        self._directory = directory
+        self._directory, self._is_shared = directory, shared.player is not None
         folder = self.path / "checkpoints"
         self.saver = Saver(learner, folder)
         seconds = restore(learner, folder, partial(say, quiet=quiet))
@@ -210,12 +211,10 @@ class LiveRun(Closing):
             ask_stop=ask_stop,
         )
 
-    def advance(self) -> None:
-        """Do a step; stop before it where Ctrl-C comes while it waits for data to be appended."""
+    def admit(self) -> None:
+        """Admit appended data before a step; stop where Ctrl-C comes while they are waited for."""
         if not self.learner.admit(lambda: self.stop.signal_name is not None):
             self._stop_if_asked()
-        self.learner.advance()
-        self.note_step()
 
     def note_step(self) -> None:
         """Look after what goes on beside the steps, now that there is one more."""
@@ -223,15 +222,22 @@ class LiveRun(Closing):
         if self.writer is not None:
             self.writer.step(self.learner.step)
 
-    def catch_up(self) -> None:
-        """Log, save, evaluate and stop, each of it if it is due after the steps so far."""
-        due = self.due()
+    def catch_up(self) -> Iterator[bool]:
+        """Log, save, evaluate and stop, each of it if it is due after the steps so far.
+
+        Yields False while an evaluation waits for room.
+        """
+        due, step = self.due(), self.learner.step
         if due.log and self.learner.window.filled:
             self._log()
         if due.save:
             self._save()
         if due.evaluation and self.writer is not None:
-            self.writer.evaluations.evaluate(self.learner.step)
+            while self.writer.evaluations.must_wait(step) and self.stop.signal_name is None:
+                self.saver.check()
+                self.writer.evaluations.collect()
+                yield False
+            self.writer.evaluations.evaluate(step)
         if due:
             self._stop_if_asked()
 
@@ -265,10 +271,12 @@ class LiveRun(Closing):
             remedy = f"go on with `gear-offline train {typed(self.path)} --resume`"
             raise TrainingInterrupted("INTERRUPTED", what, str(self.path), remedy)
 
-    def finish(self) -> None:
-        """Wait for what the last step left under way; write what a complete run leaves behind."""
+    def finish(self) -> Iterator[bool]:
+        """Write what a complete run leaves behind; yield False while its evaluations are played."""
         if self.writer is not None:
-            self.writer.finish()
+            yield from self.writer.finish()
+            if self.writer.evaluations.outstanding and self._is_shared:
+                raise TrainingInterrupted("INTERRUPTED", "a resumed run plays its evaluations")
         self.saver.wait()
         self.close()
         self.learner.close()
@@ -282,3 +290,68 @@ class LiveRun(Closing):
         finally:
             if self.writer is not None:
                 self.writer.close()
+
+
+class RunGroup:
+    """Runs that take their steps together: one, or several as a stack.
+
+    `runs` are those that go on.
+    """
+
+    def __init__(self, runs: Sequence[LiveRun] = ()) -> None:
+        self.runs = list(runs)
+        self.stack: Stack | None = None
+
+    def train(self) -> Iterator[bool]:
+        """Train the runs to their ends: yield True after each step, False while they wait."""
+        if len(self.runs) > 1 and not all(run.is_complete for run in self.runs):
+            with self.ending(*self.runs):
+                self.stack = Stack([run.learner for run in self.runs])
+        yield from self.catch_up()  # killed runs may have left something to do
+        while not all(run.is_complete or run.is_stopped for run in self.runs):
+            self.advance()
+            yield True
+            yield from self.catch_up()
+        yield from self.each(self.finish)
+
+    def advance(self) -> None:
+        """Do the next step of all runs."""
+        failures = dict[Learner, GearError]()
+        with self.ending(*self.runs):
+            for run in self.runs:
+                run.admit()
+            if self.stack is None:
+                self.runs[0].learner.advance()
+            else:
+                failures = self.stack.advance()
+        for run in list(self.runs):
+            with self.ending(run):
+                if run.learner in failures:
+                    raise failures[run.learner]
+                run.note_step()
+
+    def catch_up(self) -> Iterator[bool]:
+        """Do what is due after the steps so far."""
+        if any(run.due() for run in self.runs):
+            yield from self.each(LiveRun.catch_up)
+
+    def finish(self, run: LiveRun) -> Iterator[bool]:
+        """Finish a run."""
+        return run.finish()
+
+    def each(self, act: Callable[[LiveRun], Iterator[bool]]) -> Iterator[bool]:
+        """Have every run do something; yield False while some wait."""
+        acting = {run: act(run) for run in self.runs}
+        while acting:
+            for run, turns in list(acting.items()):
+                is_done = True  # also if it ends
+                with self.ending(run):
+                    is_done = next(turns, True)
+                if is_done:
+                    del acting[run]
+            if acting:
+                yield False
+
+    def ending(self, *runs: LiveRun) -> AbstractContextManager[None]:
+        """Have an error end these runs, and no others; of a run alone it is raised."""
+        return nullcontext()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -114,10 +114,13 @@ class RunWriter(Closing):
         self.progress.update(step, loss=f"{values['loss']:.4g}")
         self._callbacks.tell("on_log", step, dict(values))
 
-    def finish(self) -> None:
-        """Wait for evaluations that are under way, which no checkpoint is kept for then."""
+    def finish(self) -> Iterator[bool]:
+        """Record evaluations that are under way, which no checkpoint is kept for then.
+
+        Yields False while they are played.
+        """
         self._stepped_to = time.perf_counter()
-        self.evaluations.finish()
+        yield from self.evaluations.finish()
         self.sync()
         self._saver.prune(self.evaluations.keep)
 

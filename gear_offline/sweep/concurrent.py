@@ -1,7 +1,7 @@
 """The trials of a sweep in one process: those of equal shapes stacked, the others on streams.
 
-A group of runs, often of one, goes through the loop of `gear_offline.runs.loop` together: open,
-resume, advance, do what is due, finish.  Groups take turns: each launches a few steps at a time on
+A group of runs, often of one, goes through the loop of `gear_offline.runs.loop`.  Groups take
+turns: each launches a few steps at a time on
 a stream of its own.  Where the host needs the numbers of a group's runs (a log line, a checkpoint,
 an evaluation) it leaves that group until they are there and goes on with the others.  So the GPU
 always has something to do.
@@ -27,13 +27,19 @@ from gear_offline.loaders.options import recipe_sampler
 from gear_offline.loaders.rows import MemoryRows
 from gear_offline.runs.directory import RunDirectory
 from gear_offline.runs.evaluations import Evaluator, Shared
-from gear_offline.runs.loop import LiveRun, TrainingInterrupted, begin_run, run_settings
+from gear_offline.runs.loop import (
+    LiveRun,
+    RunGroup,
+    TrainingInterrupted,
+    begin_run,
+    run_settings,
+)
 from gear_offline.runs.prepare import resolve, settle
 from gear_offline.runs.run import Run
 from gear_offline.sweep.jobs import Work, run_errors
 from gear_offline.sweep.trials import Trial
-from gear_offline.training.learner import Learner
-from gear_offline.training.stack import Stack, stack_key, why_not_stacked
+from gear_offline.training.checkpoint import list_checkpoints
+from gear_offline.training.stack import stack_key, why_not_stacked
 
 CHUNK = 8  # steps of a stack that are launched in one turn
 DEEP = 4  # turns of a stack on their way, at most
@@ -50,14 +56,16 @@ def train_concurrently(work: Work) -> None:
 
 
 def _alike(work: Work) -> Iterator[list[Trial]]:
-    """Yield the trials that make one stack, in stacks of about the same size."""
+    """Yield the trials that make one stack, those of one step, in stacks of about one size."""
     alike, able = dict[str, list[Trial]](), dict[str, bool]()
     for trial in work.trials:
         key = stack_key(trial.recipe)
         known = f"{key} {trial.recipe.selection!r}"
         if known not in able:
             able[known] = work.parallel > 1 and not work.exact and _can_stack(trial.recipe, work)
-        alike.setdefault(key if able[known] else trial.name, []).append(trial)
+        saved = list_checkpoints(work.folder / trial.name / "checkpoints")
+        key = f"{key} {saved[-1][0] if saved else 0}" if able[known] else trial.name
+        alike.setdefault(key, []).append(trial)
     for members in alike.values():
         size = -(-len(members) // -(-len(members) // work.parallel))
         for first in range(0, len(members), size):
@@ -118,7 +126,7 @@ class _Scheduler:
             self._player.close()
 
     def _running(self) -> list[_OpenRun]:
-        return [member for group in self._groups for member in group.members]
+        return [member for group in self._groups for member in group.members.values()]
 
     def _has_room(self, runs: int) -> bool:
         """Return true if so many runs more may begin, and the GPU has memory for them.
@@ -136,7 +144,7 @@ class _Scheduler:
 
     def _open(self, trials: list[Trial]) -> None:
         """Open the runs of a stack; a kill may have come when some had saved a step, others not."""
-        at_step: dict[int, list[_OpenRun]] = {}
+        at_step: dict[int, _Group] = {}
         for trial in trials:
             if self._stop.signal_name is not None:
                 break
@@ -149,11 +157,11 @@ class _Scheduler:
                 rows = member.run.learner.loader.rows
                 if isinstance(rows, MemoryRows):
                     self._kept[id(rows.memory)] = rows.memory
-                members = at_step.setdefault(member.run.learner.step, [])
-                members.append(member)
-                if len(members) == 1:
-                    group = _Group(members, self._work, self._stop, self._wait_for_savers)
-                    self._groups.append(group)
+                if (step := member.run.learner.step) not in at_step:
+                    wait = self._wait_for_savers
+                    at_step[step] = _Group(self._work, self._stop, wait, member.rng)
+                    self._groups.append(at_step[step])
+                at_step[step].add(member)
 
     def _wait_for_savers(self) -> None:
         """Before a capture: no thread that writes a checkpoint may use the GPU meanwhile."""
@@ -193,135 +201,77 @@ class _OpenRun:
             self.held.close()
 
 
-class _Group:
-    """Runs that share a stream, its random numbers and, if they are several, one step.
-
-    `members` are those that go on: added before the first turn, left out when they end.
-    """
+class _Group(RunGroup):
+    """Runs that share a stream and its random numbers; they are added before the first turn."""
 
     def __init__(
-        self,
-        members: list[_OpenRun],
-        work: Work,
-        stop: StopRequest,
-        before_capture: Callable[[], None],
+        self, work: Work, stop: StopRequest, before_capture: Callable[[], None], rng: RngStream
     ) -> None:
-        self.members, self._rng = members, members[0].rng
-        self._work, self._stop, self._before_capture = work, stop, before_capture
-        self._recipe = members[0].run.learner.recipe
-        self._stack: Stack | None = None
-        self._steps = self._train()
+        super().__init__()
+        self.members: dict[LiveRun, _OpenRun] = {}  # of `runs`
+        self._work, self._stop, self._before_capture, self._rng = work, stop, before_capture, rng
+        self._steps = self.train()
+
+    def add(self, member: _OpenRun) -> None:
+        self.members[member.run] = member
+        self.runs.append(member.run)
 
     def turn(self) -> int:
         """Launch steps up to the first thing to wait for; return how many."""
-        launched = 0
+        launched, recipe = 0, self.runs[0].learner.recipe
         if self._rng.pending() < DEEP:
-            with self._rng.use(), run_settings(self._recipe):
+            with self._rng.use(), run_settings(recipe):
                 while launched < CHUNK and next(self._steps, False):
                     launched += 1
             self._rng.mark()
         return launched
 
-    def _train(self) -> Iterator[bool]:
-        """Train the runs to their ends: yield True after each step, False where they wait."""
-        if len(self.members) > 1:
-            with self._ending(*self.members):
-                self._stack = Stack([member.run.learner for member in self.members])
-        yield from self._catch_up()  # killed runs may have left something to do
-        while not all(member.run.is_complete for member in self.members):
-            self._advance()
-            yield True
-            yield from self._catch_up()
-        yield from self._each(self._finish)
-
-    def _advance(self) -> None:
-        """Launch the next step of all runs."""
-        learners, failures = [m.run.learner for m in self.members], dict[Learner, GearError]()
-        if (self._stack or learners[0]).will_capture:
+    def advance(self) -> None:
+        if (self.stack or self.runs[0].learner).will_capture:
             self._before_capture()
         elif self._work.device.type == "cuda":
-            for learner in learners:
-                learner.window.launch()
-        with self._ending(*self.members):
-            if self._stack is None:
-                learners[0].advance()
-            else:
-                failures = self._stack.advance()
-        for member in list(self.members):
-            with self._ending(member):
-                if member.run.learner in failures:
-                    raise failures[member.run.learner]
-                member.run.note_step()
+            for run in self.runs:
+                run.learner.window.launch()
+        super().advance()
 
-    def _catch_up(self) -> Iterator[bool]:
+    def catch_up(self) -> Iterator[bool]:
         """Do what is due after the steps so far, when the GPU has done them."""
-        if not any(member.run.due() for member in self.members):
+        if not any(run.due() for run in self.runs):
             return
         self._rng.mark()
         while self._rng.pending():
             yield False
-        for member in self.members:
-            member.run.learner.window.landed()
-        yield from self._each(self._catch_up_one)
+        for run in self.runs:
+            run.learner.window.landed()
+        yield from self.each(self._stop_run if self._stop.signal_name else LiveRun.catch_up)
         if self._stop.signal_name is not None:  # it may have come between: all stop at one step
-            yield from self._each(self._catch_up_one)
+            yield from self.each(self._stop_run)
 
-    def _catch_up_one(self, member: _OpenRun) -> bool:
-        """Log, save, evaluate and stop; return False if an evaluation cannot begin yet."""
-        run, step = member.run, member.run.learner.step
-        assert run.writer is not None, "a sweep has one rank"
-        if self._stop.signal_name is None:
-            if run.due().evaluation and run.writer.evaluations.must_wait(step):
-                run.writer.evaluations.collect()
-                return False
-        elif not step:
+    def _stop_run(self, run: LiveRun) -> Iterator[bool]:
+        if not run.learner.step:
             raise TrainingInterrupted("INTERRUPTED", "there is nothing to save yet")
-        run.catch_up()
-        return True
+        yield from run.catch_up()
 
-    def _finish(self, member: _OpenRun) -> bool:
-        """Sum up a run whose steps are done, when its evaluations are there."""
-        run = member.run
-        assert run.writer is not None, "a sweep has one rank"
-        run.saver.check()
-        run.writer.evaluations.collect()
-        if run.writer.evaluations.outstanding:
-            if self._stop.signal_name is not None:
-                raise TrainingInterrupted("INTERRUPTED", "a resumed run waits for its evaluations")
-            return False
-        run.finish()
-        member.held.close()
-        self._end(member)
-        return True
-
-    def _each(self, act: Callable[[_OpenRun], bool]) -> Iterator[bool]:
-        """Have every run do something; while some answer that they cannot yet, yield False."""
-        left = list(self.members)
-        while left:
-            for member in list(left):
-                is_done = True  # also if it ends
-                with self._ending(member):
-                    is_done = act(member)
-                if is_done:
-                    left.remove(member)
-            if left:
-                yield False
+    def finish(self, run: LiveRun) -> Iterator[bool]:
+        yield from run.finish()
+        self.members[run].held.close()
+        self._end(run)
 
     @contextmanager
-    def _ending(self, *members: _OpenRun) -> Iterator[None]:
-        """Have an error end these runs, and no others."""
+    def ending(self, *runs: LiveRun) -> Iterator[None]:
         try:
-            with run_errors(members[0].trial.name, members[0].run.path, self._work.device):
+            with run_errors(runs[0].path.name, runs[0].path, self._work.device):
                 yield
         except GearError as error:
-            for member in members:
-                self._end(member, error)
+            for run in runs:
+                self._end(run, error)
 
-    def _end(self, member: _OpenRun, error: GearError | None = None) -> None:
+    def _end(self, run: LiveRun, error: GearError | None = None) -> None:
         """Go on without a run; its place in a stack stays, what is computed there is not used."""
-        self.members.remove(member)
-        if self._stack is not None:
-            self._stack.leave(member.run.learner)
+        self.runs.remove(run)
+        member = self.members.pop(run)
+        if self.stack is not None:
+            self.stack.leave(run.learner)
         member.close()
         if not isinstance(error, TrainingInterrupted):
             self._work.end(member.trial, error)

@@ -16,7 +16,7 @@ from gear_offline.core.hub import PREFIX, fetch, is_hub
 from gear_offline.core.parts import admit, digest_of, part_name, trust
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError, given_path
-from gear_offline.models.base import SequenceModel
+from gear_offline.models.base import MODELS, SequenceModel
 from gear_offline.models.multitask import find_task
 from gear_offline.models.policy import Policy
 from gear_offline.models.policy_folder import (
@@ -67,12 +67,15 @@ class TrainedModel:
             "goals": recipe.loader.goals,
             "data": next((name for name in names if name and ":" in name), None),
         }
-        return Policy(
+        policy = Policy(
             model,
             **{name: getattr(window, name) for name in Window.model_fields},
             device=device,
             facts=self.facts.model_copy(update=facts),
         )
+        # what is somebody else's and was not captured in training may wait for the GPU, too
+        policy.captures = recipe.train.graph != "off" or recipe.model.kind in MODELS.own
+        return policy
 
 
 def load_policy(
