@@ -124,8 +124,13 @@ def ticks_to(axes: Axes, last: float) -> None:
 
 def save_figure(figure: Figure, path: Path) -> Path:
     """Write a figure as its name says, .png or .svg, so that a reader finds all of it or none."""
-    content = io.BytesIO()
-    figure.savefig(content, format=path.suffix[1:], dpi=DPI)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, content.getvalue())
+    write_file(path, draw(figure, path.suffix[1:]))
     return path
+
+
+def draw(figure: Figure, kind: str = "png") -> bytes:
+    """Return the content of a figure's file, a PNG or an SVG."""
+    content = io.BytesIO()
+    figure.savefig(content, format=kind, dpi=DPI)
+    return content.getvalue()

@@ -64,13 +64,14 @@ def test_steps_of_ranks_that_tell_each_other_losses_are_not_captured(
     parts = [{"strategy": name, "weight": 1} for name in ("uniform_steps", "prioritized")]
     columns = "observations=float32[3],actions=float32[1],rewards=float32" if described else None
     for selection, captured in (
-        ({"strategy": "uniform_steps"}, [True, True]),
-        ({"strategy": "prioritized"}, [True, False]),
-        ({"strategy": "mixture", "parts": parts}, [True, False]),
+        ({"strategy": "uniform_steps"}, [True, True, True]),
+        ({"strategy": "prioritized"}, [True, False, False]),
+        ({"strategy": "mixture", "parts": parts}, [True, False, False]),
     ):
         recipe = plain.replace({"selection": selection})
         workload = make_workload(recipe, columns=columns, data_bytes=10**6 if described else None)
-        clusters = [Cluster(nodes=1, gpus=gpus, hardware=H200) for gpus in (1, 2)]
+        sizes = ((1, 1), (1, 2), (2, 1))  # nodes and GPUs of each
+        clusters = [Cluster(nodes=nodes, gpus=gpus, hardware=H200) for nodes, gpus in sizes]
         assert [plan(recipe, workload, c)["model"]["captured"] for c in clusters] == captured
 
 

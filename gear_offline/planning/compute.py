@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -29,6 +30,7 @@ from gear_offline.training.cost import (
     recipe_flops,
 )
 from gear_offline.training.gradients import BLOCKWISE_FROM
+from gear_offline.training.graph import capture_obstacle
 from gear_offline.training.model import recipe_model
 
 # Kernels outside the blocks, and of one block forward and backward; bytes that everything but
@@ -68,9 +70,9 @@ def step_cost(
     ranks = cluster.nodes * cluster.gpus
     compiled = is_compiled(train)
     sharded = ranks > 1 and train.parallel == "fsdp"
-    captured = train.graph == "on" or (train.graph == "auto" and cluster.nodes == 1)
-    captured &= train.accumulate == 1 and not train.recompute and recipe.loader.engine != "off"
-    captured &= not sharded and not (learns and ranks > 1)  # ranks tell each other losses
+    makes = recipe.loader.engine != "off"  # the GPU its batches
+    facts: Any = {"sharded": sharded, "learns": learns, "gathers": makes, "draws": makes}
+    captured = capture_obstacle(train, ranks=ranks, **facts) is None
     fixed, layer, traffic = _kernels(recipe, compiled=compiled, half=half)
     layers, width, of_step = model.shape
     tokens, unit = float(of_step * segments * context), layers * width

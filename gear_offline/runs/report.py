@@ -20,7 +20,8 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 
 from gear_offline import plots
-from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.config.recipe import Recipe
+from gear_offline.config.strict_yaml import read_yaml
 from gear_offline.core.files import write_file
 from gear_offline.core.hub import is_there
 from gear_offline.core.text import count_text, markdown, short, told_apart
@@ -39,6 +40,7 @@ from gear_offline.training.records import (
 )
 
 MOST_NAMED = 4  # targets in a title
+CURVE = "plots/learning_curve.png"
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ def write_report(run: str | os.PathLike[str], *, final: EvaluationReport | None 
     ``evaluation.json`` holds.
     """
     run = Path(run)
-    recipe = load_recipe(run / "recipe.yaml") if (run / "recipe.yaml").is_file() else None
+    place = run / "recipe.yaml"
+    recipe = Recipe.parse(read_yaml(place), where=str(place)) if place.is_file() else None
     logged = {line.step: line.loss for line in read_lines(run / "metrics.jsonl", MetricsRecord)}
     played = read_lines(run / "evaluations.jsonl", EvaluationReport)
     evaluations = [evaluation for evaluation in played if evaluation.error is None]
@@ -73,13 +76,16 @@ def write_report(run: str | os.PathLike[str], *, final: EvaluationReport | None 
     datasets = {
         name: _dataset(recipe.of_task(name) if recipe and name else recipe) for name in results
     }
-    sections = [
-        _section(run, final, name, result, datasets[name]) for name, result in results.items()
-    ]
-    losses = {step: loss for step, loss in logged.items() if loss is not None}
-    curve = "plots/learning_curve.png" if losses else None
-    if curve is not None:
-        _plot_learning_curve(run / curve, losses, evaluations)
+    sections = [_section(name, result, datasets[name]) for name, result in results.items()]
+    pictures = dict[str, bytes]()
+    if losses := {step: loss for step, loss in logged.items() if loss is not None}:
+        pictures[CURVE] = _draw_learning_curve(run.name, losses, evaluations)
+    at = "" if final is None or final.step is None else f" at step {final.step:,}"
+    for section in sections:
+        if section.result is not None and section.picture is not None:
+            name = f"{run.name}{at} in {section.result.environment}"
+            drawn = _draw_asked_vs_achieved(name, section.result, section.levels)
+            pictures[section.picture] = drawn
     text = render_page(
         Path(__file__).with_name("report.md.j2"),
         interval=_interval,
@@ -90,11 +96,12 @@ def write_report(run: str | os.PathLike[str], *, final: EvaluationReport | None 
         final=final,
         sections=sections,
         data=datasets.get(""),
-        curve=curve,
+        curve=CURVE if losses else None,
     )
-    path = run / "report.md"
-    write_file(path, text.encode())
-    return path
+    for name, content in (pictures | {"report.md": text.encode()}).items():
+        (run / name).parent.mkdir(exist_ok=True)
+        write_file(run / name, content)
+    return run / "report.md"
 
 
 def render_page(template: Path, **values: Any) -> str:
@@ -122,23 +129,14 @@ def _dataset(recipe: Recipe | None) -> Dataset | None:
     return open_dataset(recipe.data.path, verify=False, admissions=recipe.data.admissions)
 
 
-def _section(
-    run: Path,
-    final: EvaluationReport | None,
-    task: str,
-    result: TaskResult | None,
-    data: Dataset | None,
-) -> _TaskSection:
-    """Draw what a task achieved, beside its data's returns; goals have none."""
+def _section(task: str, result: TaskResult | None, data: Dataset | None) -> _TaskSection:
+    """Put a task's result beside its data's returns; goals have none."""
     levels, picture = dict[str, float](), None
     if data is not None and data.manifest.returns.count and not (result and result.goals):
         returns = data.manifest.returns
         levels = {"mean of the data": returns.mean, "best of the data": returns.max}
-    if final is not None and result is not None and result.targets and not result.goals:
+    if result is not None and result.targets and not result.goals:
         picture = f"plots/asked_vs_achieved{f'-{task}' if task else ''}.png"
-        place = f" at step {final.step:,}" if final.step is not None else ""
-        name = f"{run.name}{place} in {result.environment}"
-        _plot_asked_vs_achieved(run / picture, result, name, levels)
     return _TaskSection(task, result, levels, picture)
 
 
@@ -150,9 +148,9 @@ def _interval(ends: tuple[float | None, float | None]) -> str:
 # the plots: each one PNG of 1080 x 675 pixels ---------------------------------------------------
 
 
-def _plot_learning_curve(
-    path: Path, losses: Mapping[int, float], evaluations: Sequence[EvaluationReport]
-) -> None:
+def _draw_learning_curve(
+    run: str, losses: Mapping[int, float], evaluations: Sequence[EvaluationReport]
+) -> bytes:
     """Draw the training loss by step and, of a run of one task, the returns of evaluations."""
     steps, y = list(losses), np.array(list(losses.values()))
     points = [
@@ -169,7 +167,7 @@ def _plot_learning_curve(
     else:
         plots.from_zero(panels[0])
     title = f"Loss {short(y[-1])} after {count_text(steps[-1], 'step')}, {short(y[0])} at first"
-    subtitle = f"{path.parents[1].name}: mean loss of the logged steps"
+    subtitle = f"{run}: mean loss of the logged steps"
     if points:
         goals = any(row.goals for row in evaluations)
         words = ("task", "success") if goals else ("asked", "mean return")
@@ -181,7 +179,7 @@ def _plot_learning_curve(
     plots.ticks_to(panels[-1], float(steps[-1]))
     plots.titles(figure, title, subtitle)
     figure.align_ylabels(list(panels))
-    plots.save_figure(figure, path)
+    return plots.draw(figure)
 
 
 def _plot_returns(
@@ -211,9 +209,7 @@ def _plot_returns(
     return len(curves) - len(chosen)
 
 
-def _plot_asked_vs_achieved(
-    path: Path, result: TaskResult, name: str, levels: Mapping[str, float]
-) -> None:
+def _draw_asked_vs_achieved(name: str, result: TaskResult, levels: Mapping[str, float]) -> bytes:
     """Draw achieved over asked returns, with every episode, 95 % intervals and named levels."""
     targets = sorted(result.targets, key=lambda target: target.target)
     asked, means = np.array([(target.target, target.mean_return) for target in targets]).T
@@ -243,7 +239,7 @@ def _plot_asked_vs_achieved(
     finding = f"Asked for {_numbers(asked)}, it achieves {_numbers(means)}"
     what = "mean and 95 % interval" if bars else "mean"
     plots.titles(figure, finding, f"{name}: {what} of {episodes} each")
-    plots.save_figure(figure, path)
+    return plots.draw(figure)
 
 
 def _numbers(values: Float64Array) -> str:

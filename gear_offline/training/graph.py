@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gear_offline.config.recipe import Recipe
+from gear_offline.config.sections import TrainSettings
 from gear_offline.distributed.world import World
 from gear_offline.errors import UnavailableError
 from gear_offline.kernels.adamw import Update
@@ -41,24 +42,40 @@ def why_not_captured(
 
     If the recipe insists, `UnavailableError` (``UNAVAILABLE``).
     """
-    train, engine, several = recipe.train, loader.engine, world.size > 1
-    learns, draws = loader.loss_sampler is not None, engine is not None and engine.draws
-    if train.graph == "off":
-        return "train.graph=off"
-    reasons = {
-        "CUDA graphs need a GPU": device.type != "cuda",
-        "graphs of several ranks need replicas": several and sharded,
-        "the ranks tell each other the losses of segments": several and learns,
-        "a batch is computed in micro-batches (train.accumulate)": train.accumulate > 1,
-        "blocks are computed twice (train.recompute)": train.recompute,
-        "batches are not made by the GPU (loader.engine)": engine is None,
-        "the host draws when it has heard of the losses": learns and not draws,
-    }
-    reason = next((reason for reason, holds in reasons.items() if holds), None)
-    if reason and train.graph == "on":
+    engine, learns = loader.engine, loader.loss_sampler is not None
+    reason = capture_obstacle(
+        recipe.train,
+        ranks=world.size,
+        sharded=sharded,
+        learns=learns,
+        gathers=engine is not None,
+        draws=engine is not None and engine.draws,
+    )
+    if device.type != "cuda" and recipe.train.graph != "off":
+        reason = "CUDA graphs need a GPU"
+    if reason and recipe.train.graph == "on":
         what, remedy = f"train.graph=on is not possible: {reason}", "use train.graph=auto, or see "
         raise UnavailableError("UNAVAILABLE", what, remedy=remedy + "gear-offline doctor")
     return reason
+
+
+def capture_obstacle(
+    train: TrainSettings, *, ranks: int, sharded: bool, learns: bool, gathers: bool, draws: bool
+) -> str | None:
+    """Return the reason not to capture the steps of a GPU, if there is one.
+
+    `learns`: the sampler learns from losses; `gathers`, `draws`: the GPU does so for batches.
+    """
+    reasons = {
+        "train.graph=off": train.graph == "off",
+        "graphs of several ranks need replicas": ranks > 1 and sharded,
+        "the ranks tell each other the losses of segments": ranks > 1 and learns,
+        "a batch is computed in micro-batches (train.accumulate)": train.accumulate > 1,
+        "blocks are computed twice (train.recompute)": train.recompute,
+        "batches are not made by the GPU (loader.engine)": not gathers,
+        "the host draws when it has heard of the losses": learns and not draws,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def start_compilers() -> None:
