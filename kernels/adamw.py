@@ -70,7 +70,7 @@ class DeviceAdamW:
     parameters
         float32, on one GPU.
     schedule
-        Of the learning rate.
+        The learning rate by step.
     betas, weight_decay, clip_norm
         As `gear_offline.config.recipe.OptimizerSettings`.
     shadows

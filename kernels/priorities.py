@@ -99,7 +99,7 @@ class DevicePriorities:
         return np.asarray(masses.cpu().numpy())
 
     def update(self, names: Tensor, losses: Tensor) -> None:
-        """Take the losses of segments.  Of a segment that is named twice the larger one counts.
+        """Take the losses of segments; the larger one counts where a segment is named twice.
 
         (B, 2) names, episode and start, and (B,) losses, on the GPU.  If a loss is not finite or
         negative, or a segment not in the table, nothing is changed.

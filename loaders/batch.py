@@ -32,9 +32,9 @@ class Batch:
     Attributes
     ----------
     states
-        ``(B, K, *S)`` float32; uint8 for images.  Of several columns a mapping of their names to
-        these.  Stacks of frames are a view in which a frame appears several times: call
-        `contiguous` before writing to it.
+        ``(B, K, *S)`` float32; uint8 for images.  Several columns are a mapping of names to these.
+        Stacks of frames are a view in which a frame appears several times: call `contiguous`
+        before writing to it.
     actions
         ``(B, K, A)`` float32, those of several dimensions a step flattened; or ``(B, K, *A)`` int64
         for discrete actions (``(B, K)`` for one a step).
@@ -160,7 +160,7 @@ class Batch:
     def model_inputs(self) -> dict[str, Any]:
         """Return the keyword arguments of the Hugging Face Decision Transformer.
 
-        Of several columns of observations ``states`` is their mapping.  With several tasks also
+        ``states`` of several columns of observations are their mapping.  With several tasks also
         ``tasks``, with goals ``goals``; the released class ignores both.
         """
         more = {"tasks": self.tasks, "goals": self.goals}

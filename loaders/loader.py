@@ -219,7 +219,7 @@ class GearLoader(Closing, Iterator[Batch]):
     ) -> Self:
         """Return the loader that training a recipe has: the same batches.
 
-        Of data that grow, those before the first admission.
+        Data that grow are taken as before the first admission.
 
         Parameters
         ----------

@@ -127,8 +127,8 @@ class PlayedWindow:
     """The steps so far of B environments that act: what `act` sees.
 
     Fields are named as in `gear_offline.Batch`.  Real steps come first; the newest is at `place`,
-    whose action, which is not chosen yet, is 0.  Of models with `short_windows` there are as many
-    steps as the longest window has, else K always.
+    whose action, which is not chosen yet, is 0.  There are K steps; with
+    `short_windows` only as many as the longest window has.
     """
 
     states: Any  # (B, K, *S), of several columns a dict of them

@@ -538,7 +538,7 @@ def build_model(
     hidden_size, layers, heads
         Width of the embeddings, transformer blocks, attention heads of a block.
     activation
-        Of the feed-forward parts, a name that transformers knows.
+        Activation of the feed-forward parts, a name that transformers knows.
     dropout
         Probability, in residuals, embeddings and attention.
     max_timestep
@@ -552,7 +552,7 @@ def build_model(
     attention
         See `DecisionTransformer`.
     encoder
-        Of frames, see `gear_offline.models.encoders`; ``"auto"`` is ``"cnn"`` for frames.  With
+        Encoder of frames, see `gear_offline.models.encoders`; ``"auto"`` is ``"cnn"``.  With
         ``"none"`` their pixels are the elements of a state.
     frame_shape, frame_dtype
         (h, w), (h, w, C) or (C, h, w) of a frame where states are frames, and their type.

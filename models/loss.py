@@ -62,8 +62,8 @@ def step_losses(
 ) -> Tensor:
     """Return (B, K) float32, the loss of each step; of padded ones too.
 
-    Of continuous actions the squared error, mean over the elements, as in the authors' code of the
-    Decision Transformer; of discrete ones the cross-entropy of their logits.  `valid_actions`,
+    Continuous actions have the squared error, mean over the elements, as in the authors' code of
+    the Decision Transformer; discrete ones the cross-entropy of their logits.  `valid_actions`,
     (B, A) bool, are the elements, or discrete actions, that the window's task has, the first one
     always; None: all.  The others neither count nor get a gradient, and the mean is over those
     that are there, so a step weighs the same in every task.

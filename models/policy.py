@@ -157,7 +157,7 @@ class Policy:
     def targets(self) -> Float64Array:
         """(E,) float64, the asked rest of each return, in units of the data's rewards.
 
-        Of a policy of goals (E, S), as the environment observes them.
+        A policy of goals has (E, S) instead, as the environment observes them.
         """
         return self._targets.copy()
 
@@ -285,7 +285,7 @@ class Policy:
         observations
             (n, S) raw observations of the current step; (n, *frame) for models of frames,
             one frame each: stacks are made here, with zeros before an episode's first frame.
-            Of several columns a mapping of their names, or of an environment's for them, to these;
+            Several columns are a mapping of their names, or an environment's for them, to these;
             as in Gymnasium's Dict spaces it may be nested.
         indices
             (n,) different environments that act; None means all E.  Leaving out those that are

@@ -204,16 +204,17 @@ def read_policy(folder: Path, kind: str | None = None) -> tuple[SequenceModel, P
 
 
 def is_parts(error: Exception) -> bool:
-    """Return true for an error of a part, which says what to do about it."""
+    """Return true for the error of a model's own file; its remedy is the one to show."""
     return isinstance(error, InputError) and error.code == "MODEL" and error.where == "model.kind"
 
 
 def assemble(
     config: bytes, weights: Mapping[str, Tensor], kind: str | None = None
 ) -> SequenceModel:
-    """Return the model of a configuration, JSON, and weights; any exception if they do not fit.
+    """Build the model that a JSON configuration describes, with its weights.
 
-    `kind` is the owner's word for a part: another file or name than the configuration says.
+    Weights that do not fit raise any exception.  `kind` is the model's class or file, where it is
+    another than the configuration names.
     """
     document = json.loads(config)
     model: SequenceModel
@@ -221,15 +222,15 @@ def assemble(
         named = document["kind"]
         if kind is None and is_part(named):
             trust({named: document["digest"]})
-        is_own = (kind or named) in MODELS.own  # another's may not be made without memory
+        is_own = (kind or named) in MODELS.own  # a user's may need memory when made
         with torch.device("meta") if is_own else torch.random.fork_rng([]):
             model = remade(document, kind or named)
     else:
         keys, is_own = ModelConfig.model_validate_json(config), True
         if keys.n_layer > len(weights):
             raise ValueError(f"n_layer is {keys.n_layer}")
-        # Without memory: what a configuration asks for may be more than the machine has.  And
-        # without drawing from torch's generator: a training in another thread draws from it.
+        # The meta device takes no memory: a configuration may ask for more than there is.  It also
+        # leaves torch's generator alone, from which a training in another thread draws.
         with torch.device("meta"):
             model = keys.build()
     wanted = model.state_dict()

@@ -60,7 +60,7 @@ def compare_strategies(
         Train every strategy with every seed, too, as a sweep in ``OUT/training``; called again it
         goes on.
     seeds
-        Of each strategy, from the recipe's own on.
+        Number of seeds of each strategy, from the recipe's own on.
     out
         Folder of the page; by default ``runs/NAME-strategies``.
     parallel, exact, ray

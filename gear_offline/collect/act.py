@@ -87,7 +87,7 @@ def act(
         Gaussian noise on actions, in half ranges; with discrete actions the probability of a random
         one.  Default 0.1; 0 of a stochastic policy, whose actions are drawn.
     seed
-        Of resets and noise; default another one each time.
+        Seed of resets and noise; default another one each time.
     quiet
         Say nothing.
     model

@@ -174,7 +174,7 @@ class Training:
         return max(self.snapshots, key=lambda s: s.mean_return)
 
     def at_level(self, level: float) -> Snapshot:
-        """The snapshot on the way to the best one whose return was nearest to a share of its."""
+        """Return the snapshot up to the best whose return is nearest to `level` of the best's."""
         # from 0, as returns mostly begin there; from the worst snapshot where returns are negative
         best, low = self.best, min(0.0, *(snapshot.mean_return for snapshot in self.snapshots))
         way = [s for s in self.snapshots if s.attempt == best.attempt]

@@ -113,7 +113,7 @@ class Episode:
     def columns(self) -> dict[str, Array]:
         """Return the rows (T, ...) of a file in D4RL's layout, in the dtypes it has there.
 
-        Of frames no ``next_observations``, which would double the file; ``terminals`` and
+        Frames have no ``next_observations``, which would double the file.  ``terminals`` and
         ``timeouts`` are never both true on a row.
         """
         last = np.arange(self.steps) == self.steps - 1

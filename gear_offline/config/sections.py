@@ -173,7 +173,7 @@ class SchedulePoint(Section):
     step: Count
     """Step of the training."""
     weights: dict[Name, NotNegative]
-    """Of every task."""
+    """A weight for every task."""
 
 
 def without_nulls(value: Any) -> Any:
@@ -293,7 +293,7 @@ class GoalSettings(Section):
     random: NotNegative = 0.0
     """Any state of the episodes that the selection draws from."""
     discount: Fraction | None = None
-    """Of future: k steps ahead by a geometric law, all beyond is the last; null: any alike."""
+    """Law of future: k steps ahead, geometric, all beyond is the last; null: any alike."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -377,7 +377,7 @@ class TransformerSettings(ModelSettings):
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     """Attention implementation."""
     encoder: Literal["auto", "none", "cnn", "patch"] = "auto"
-    """Of frames: the DQN's convolutions, or linear maps of patches; auto: cnn for frames."""
+    """Encoder of frames: the DQN's convolutions, or linear maps of patches; auto: cnn."""
 
     asks_returns: ClassVar[Any] = True
     is_stochastic = property(lambda self: self.policy == "gaussian")

@@ -69,7 +69,7 @@ class Appender:
         Returns
         -------
         Path
-            Of the piece, until a learner admits it.
+            The piece's file, until a learner admits it.
 
         Raises
         ------

@@ -85,7 +85,7 @@ def typed(path: str | os.PathLike[str]) -> str:
 def first_line(error: Any) -> str:
     """Return the first line of an error's text, or its type where it has none.
 
-    Of pydantic's errors it is the first finding, with its place.
+    A pydantic error gives its first finding, with its place.
     """
     if type(error).__name__ == "ValidationError":
         first = error.errors()[0]

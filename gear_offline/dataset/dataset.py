@@ -73,9 +73,9 @@ class Dataset:
     returns
         (E,) float64, undiscounted sum of `rewards` of each episode; NaN where the data have none.
     verified_shards
-        Of how many shards, from the first one on, every block has been compared with its digest.
+        Number of shards, from the first one on, whose blocks were all compared with their digests.
     identities
-        Of each shard's file, from before anything of it was read.
+        Identity of each shard's file, from before anything of it was read.
     admissions
         How many pieces were admitted to it since it was converted.
     frozen
@@ -408,7 +408,7 @@ def open_dataset(
         and headers of the shards and the per-episode tensors are checked; what is loaded whole
         (`Dataset.stream`, `Dataset.column`, a table) is compared in any case.
     admissions
-        Of a dataset that grows: as it was after so many admissions; default all.
+        Open a growing dataset as it was after so many admissions; default all.
 
     Raises
     ------

@@ -443,7 +443,7 @@ def is_atari(environment_id: str) -> bool:
 def unregistered(name: str) -> str | None:
     """Return the words of Gymnasium about a `name` that it does not know.
 
-    Of an id that names a module to import nothing is known, nor of Atari without its package.
+    Nothing is known of an id that names a module to import, nor of Atari without its package.
     """
     try:
         if is_atari(name):

@@ -39,7 +39,7 @@ from gear_offline.workers import Caller, Worker
 
 STEPS_FOR_WORKERS = 20_000  # fewer take no longer than workers take to start
 SLOTS_OF_A_WORKER = 4  # a message takes as long as a fifth of a step
-IDLE, STEP, RESET = range(3)  # what a slot is to do
+IDLE, TO_STEP, TO_RESET = range(3)  # what a slot is to do
 Played = TypeVar("Played")
 
 
@@ -75,8 +75,8 @@ class Environments(Closing):
     The slots are dealt out to `processes` workers, by default to as many as pay off for so many
     `episodes`; 1: they step in this process, as do environments that only this process knows.  With
     `cores`, 2 or more, they step on up to so many of others.
-    `slots` are (count,) records of what each is `todo` (RESET with `seed`, or STEP with `action`),
-    and of what came of it.
+    `slots` are (count,) records of what each is `todo` (TO_RESET with `seed`, or TO_STEP with
+    `action`), and of what came of it.
 
     With `goals` an episode is a `task` that the environment numbers, as OGBench's do:
     ``reset(options={"task_id": 1})`` gives ``info["goal"]``, and each step ``info["success"]``,
@@ -172,13 +172,13 @@ def _work(
     goals = "goal" in (slots.dtype.names or ())
     for slot in numbers:
         environment = environments[slot]
-        if todo[slot] == RESET:
+        if todo[slot] == TO_RESET:
             options = {"task_id": int(slots["task"][slot])} if goals else None
             seed = int(slots["seed"][slot])
             observations[slot], info = environment.reset(seed=seed, options=options)
             if goals:
                 slots["goal"][slot] = environment.told(info, "goal")
-        elif todo[slot] == STEP:
+        elif todo[slot] == TO_STEP:
             seen, reward, ended, cut, info = environment.step(actions[slot])
             observations[slot] = seen
             slots["reward"][slot] = environment.told(info, "success") if goals else reward
@@ -242,7 +242,7 @@ def turns(
 
     Yields whenever its `slots`, by default all, are to do what is in them.  Where the environments
     have goals, targets are numbers of tasks.  Episodes are cut after the environment's own limit,
-    or 10,000 steps.  Of the first `keep_actions` episodes the actions are kept.  `on_episode` is
+    or 10,000 steps.  The first `keep_actions` episodes keep their actions.  `on_episode` is
     told how many episodes have ended, whenever some have.
     """
     from gear_offline.models.policy import Policy  # loads torch, which workers do without
@@ -258,7 +258,7 @@ def turns(
     playing = np.full(slots.size, -1, np.int64)  # slot -> episode; -1: none
     waiting = iter(range(len(seeds)))
     while True:
-        begun, stepped = (np.flatnonzero(slots["todo"] == done) for done in (RESET, STEP))
+        begun, stepped = (np.flatnonzero(slots["todo"] == done) for done in (TO_RESET, TO_STEP))
         slots["todo"] = IDLE  # also if the policy fails
         if begun.size:
             policy.reset(begun, slots["goal"][begun] if goals else asked[playing[begun]])
@@ -281,12 +281,12 @@ def turns(
         if active.size:
             chosen = finite_actions(policy.act(slots["observation"][active], active))
             slots["action"][active] = facts.bounded(chosen)
-            slots["todo"][active] = STEP
+            slots["todo"][active] = TO_STEP
             for slot in active[playing[active] < keep_actions]:
                 kept[playing[slot]].append(slots["action"][slot].copy())
         for slot, episode in zip(np.flatnonzero(playing < 0), waiting, strict=False):
             playing[slot] = episode
-            slots["seed"][slot], slots["todo"][slot] = seeds[episode], RESET
+            slots["seed"][slot], slots["todo"][slot] = seeds[episode], TO_RESET
             if goals:
                 slots["task"][slot] = targets[episode]
         if not slots["todo"].any():

@@ -67,9 +67,10 @@ def prepare_dataset(
 
 
 def _open_on_ranks(recipe: Recipe, world: World, *, quiet: bool) -> Dataset:
-    """Open a dataset that one rank makes; it is compared with its digests once a node.
+    """Open a dataset on every rank; the first rank makes it if it is missing.
 
-    That is while the node's first rank loads it, or before any rank reads it from disk in parts.
+    Each node compares it with its digests once: its first rank does so while it loads the rows, or
+    before any rank reads parts from disk.
     """
     prepared = world.lead(lambda: prepare_one(recipe, quiet=quiet))
     dataset = prepared or open_one(recipe)
@@ -86,7 +87,7 @@ def open_growing(
         return None
     assert isinstance(dataset, Dataset), "data of several tasks do not grow"
 
-    def check(piece: Dataset) -> None:  # one that is admitted must end no run
+    def check(piece: Dataset) -> None:  # no admitted piece may end the run
         _check(recipe, piece, sizes)
         manifest = piece.manifest.replaced(statistics=dataset.manifest.statistics)
         options = TableOptions.of(loader_options(recipe, dataset))
@@ -96,7 +97,7 @@ def open_growing(
             what = f"a value or return-to-go of {largest:.1g} makes the loss infinite or NaN"
             raise InputError("COLUMN", what, str(piece.path), "leave such an episode out")
         if recipe.data.remover in HAVE_PRIORITY:
-            episode_priorities(recipe.data, piece)  # refuses what has none
+            episode_priorities(recipe.data, piece)  # raises where it has none
 
     def opened(*, admits: bool) -> GrowingDataset:
         whole = partial(recipe_sampler, recipe)
@@ -109,9 +110,9 @@ def open_growing(
 
 
 def prepare_one(recipe: Recipe, *, quiet: bool = False) -> Dataset:
-    """Open the dataset of a recipe of one, making it first when it does not exist.
+    """Open the one dataset of a recipe; make it first if it is missing.
 
-    Of several processes that miss it one makes it, the others wait.
+    Where several processes miss it, the first makes it and the others wait.
     """
     path = None if recipe.data.path is None else Path(recipe.data.path)
     if path is not None and not is_there(path) and (recipe.data.source or recipe.data.collect):

@@ -354,7 +354,7 @@ class Prioritized(Sampler):
     def update(self, segments: Int64Array, losses: Float32Array) -> None:
         """Take the (B,) losses of (B, 2) segments: episode, start.
 
-        Of a segment that is named twice the larger loss counts.  What cannot be used is refused
+        The larger loss of a segment that is named twice counts.  What cannot be used is refused
         before anything is changed.
         """
         segments, losses = np.asarray(segments), np.asarray(losses, dtype=np.float32)

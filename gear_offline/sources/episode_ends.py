@@ -195,7 +195,7 @@ def judge_ends(
 ) -> tuple[BoolArray, list[str]]:
     """Find the terminated episodes of a format that stores them apart, and what is not known.
 
-    Of `flags`, columns as of `split_episodes`, the values at the last steps count.
+    `flags` are columns as of `split_episodes`; their values at the last steps count.
     """
     last, (rule, values) = np.cumsum(lengths) - 1, _with_values(rule)
     true = cache(lambda name: _true_rows(flags[name], name, where, values.get(name), flags))

@@ -155,8 +155,8 @@ def standard_fields(
 
     Data without rewards have neither those nor returns-to-go.
 
-    States are float32, except uint8 images, which stay uint8 (`is_image`).  Of several columns of
-    `observations` each is a field, vectors are normalised and images are not.
+    States are float32, except uint8 images, which stay uint8 (`is_image`).  Each column of
+    several `observations` is a field; vectors are normalised and images are not.
     Integer and bool actions are discrete and become int64 of their own shape, a single one without
     a dimension; other actions are float32 with one dimension, flattened.  Rewards are float32 of
     shape (1,).  Stacks of more than one frame are for images.

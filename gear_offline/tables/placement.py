@@ -4,8 +4,8 @@ A gather needs the address of each episode's first row and nothing else, so any 
 launch.  `place_table` decides which GPU owns each episode, copies this GPU's share, packed group by
 group, pins what stays in host memory, and writes down the addresses.
 
-A table that fits lies in every GPU.  Of a larger one the hottest episodes are dealt out to the GPUs
-of the node, which read each other's memory over NVLink.  The rest is read in place from pinned
+A table that fits lies in every GPU.  The hottest episodes of a larger one are dealt out to the
+GPUs of the node, which read each other's memory over NVLink.  The rest is read in place from pinned
 host memory.  Spreading tables over linked GPUs by how often rows are read is the idea of Quiver
 (Tan et al. 2023, arXiv:2305.10863); here the probabilities are the sampler's, known exactly.
 
@@ -271,7 +271,7 @@ def _pin(
 ) -> list[int]:
     """Pin all rows if some are read `in_host`, with `landing` else those rows; return addresses.
 
-    Of each group that of row 0, for the GPU; 0 where nothing is pinned.
+    An address is that of a group's row 0, for the GPU; 0 where nothing is pinned.
     """
     if not (in_host or landing):
         return [0] * len(table.groups)

@@ -38,7 +38,7 @@ def sum_returns(
 ) -> Float32Array:
     """Return (n,) float32 returns-to-go of whole episodes that begin at global steps `offsets`.
 
-    Of (n,) or (n, 1) rewards: ``sum_{k >= t} gamma**(k - t) r_k / scale``.
+    `rewards` are (n,) or (n, 1), the sums ``sum_{k >= t} gamma**(k - t) r_k / scale``.
     """
     flat = rewards.reshape(-1)
     wide = flat.astype(np.float64)

@@ -1,7 +1,7 @@
 """One table for the processes of a node, for several runs, or for a dataset that grows.
 
 A process has one table of the same data and options (`get_table`), for as long as something holds
-it.  Of a node's processes one fills the memory and the others map it (`share_table`).  It is an
+it.  One process of a node fills the memory, the others map it (`share_table`).  It is an
 anonymous file (``memfd_create``) without a name in any file system.  Only processes of the same
 user can reach it (mode 0600), and its size is sealed.  The kernel frees it when the last process
 that holds it is gone, ``kill -9`` included.

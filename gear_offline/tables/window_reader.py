@@ -45,11 +45,11 @@ Lay = Callable[[UInt8Array], UInt8Array]  # (m, stored bytes) to (m, bytes of a 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Places:
-    """Windows in the order of their first steps, (n,) int64 each, and their slots."""
+    """Windows sorted by first step, with the slot of each; all fields are (n,) int64."""
 
-    low: Int64Array  # first step of the window in the table
-    real: Int64Array  # steps that it has
-    before: Int64Array  # steps of the episode in front of it that are wanted too, for stacks
+    low: Int64Array  # the window's first step, counted in the table
+    real: Int64Array  # its steps, without padding
+    before: Int64Array  # steps of its episode before it, which stacks of frames need
     slots: Int64Array
 
     def part(self, begin: int, end: int) -> Places:
@@ -67,8 +67,8 @@ def _read_directly(handle: int) -> None:
 def read_pages(handle: int, memory: UInt8Array, begin: int, least: int, where: str) -> None:
     """Fill `memory` from byte `begin` on, up to the end of the file.
 
-    A read may give less than was asked for, on network file systems for one.  It goes on from the
-    last whole page, as direct reads must, until `least` bytes are there.
+    A read may return fewer bytes than it asks for, as on network file systems.  Direct reads begin
+    at whole pages, so the next one begins at the last whole page, until `least` bytes are read.
     """
     got = 0
     while got < least:
@@ -84,20 +84,20 @@ def read_pages(handle: int, memory: UInt8Array, begin: int, least: int, where: s
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Stored:
-    """The places of a column's rows in the files, and their conversion to those of its slots."""
+    """A column in the shards' files: where its rows are, and how they become rows of slots."""
 
     number: int  # of the column
-    history: int  # rows in front of a window that are wanted too, H or 0
+    history: int  # rows before a window that stacks need, H or 0
     row_bytes: Int64Array  # (s,), of a step in each shard
     offsets: Int64Array  # (s,), byte of each shard's first row
-    lay: Sequence[Lay | None]  # (s,): from stored rows to those of slots; None: the same
+    lay: Sequence[Lay | None]  # (s,): makes a slot's row of a stored one; None: equal
 
 
 class WindowReader:
     """Copies windows to slots, from files or from columns that are in memory whole.
 
-    `whole` has the (margin + N + margin, width) rows of those, None of others.  Windows that begin
-    in one chunk of `chunk_steps` are read together.
+    `whole` has an array (margin + N + margin, width) for each column in memory, None for each in
+    files.  Windows that begin in the same chunk of `chunk_steps` are read together.
     """
 
     def __init__(

@@ -133,7 +133,7 @@ class RunPart:
     def wait_seconds(self) -> float:
         """Return the GPU seconds that a step waits for its batch; the last one must be done.
 
-        Of a batch that is fetched a step ahead, what the last step was not in time with.
+        Where batches are fetched a step ahead, it is the last step's wait for a late one.
         """
         return self.batches.waited_seconds() if self.batches.ahead else self._fill_seconds
 

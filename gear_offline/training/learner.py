@@ -284,8 +284,7 @@ class Learner:
     def join(self, windows: Sequence[Windows] = ()) -> RunPart:
         """Return this learner's part of a captured step, whose batches lie in `windows` if given.
 
-        Of a step that is captured together with others' steps and launched there: `count_replay`
-        tells of each.
+        Who captures it together with others' steps calls `count_replay` after each launch.
         """
         self._part = RunPart(
             self.optimizer,

@@ -42,7 +42,7 @@ def export_policy(
     policy
         From `gear_offline.load_policy`, or what that takes: a run or a checkpoint.
     task
-        Of a run of several tasks: the one to act in.
+        The task to act in, of a run of several.
     out
         ``NAME.onnx``, a file that normalises, scales and acts; a name without an ending is that of
         a folder to make, as `gear_offline.models.policy.Policy.save` does.

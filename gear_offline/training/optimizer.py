@@ -1,4 +1,4 @@
-"""The optimiser: AdamW, clipping by norm, and the learning rate as a function of the step."""
+"""The optimiser: AdamW and clipping by norm; kernels/adamw.py has the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class Optimizer:
     def state(self) -> dict[str, Tensor]:
         """Return the moments and step counts as ``optimizer/KIND/PARAMETER`` tensors.
 
-        Of a sharded model the moments are spread over the ranks as its parameters are.
+        The moments of a sharded model are spread over the ranks as its parameters are.
         """
         return {
             f"{STATE}{kind}/{name}": value

@@ -96,7 +96,7 @@ def load_policy(
         or a folder that `Policy.save` wrote; where there is no such folder, ``USER/NAME`` on the
         Hugging Face Hub, always there: ``hub:USER/NAME``.
     task
-        Of a run of several tasks: the one to act in.
+        The task to act in, of a run of several.
     checkpoint
         Of a run: ``"last"`` (the default), ``"best"`` (the highest return while training) or a
         step number.
