@@ -23,6 +23,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import reduce
 from importlib import import_module
@@ -420,10 +421,26 @@ def describe(
     )
 
 
+_PROBED = ContextVar[dict[str, EnvironmentFacts]]("_PROBED")
+
+
+@contextmanager
+def probed_once() -> Iterator[None]:
+    """Let `probe` make each environment once while inside: many runs are played in one."""
+    token = _PROBED.set({})
+    try:
+        yield
+    finally:
+        _PROBED.reset(token)
+
+
 def probe(environment_id: str, options: Options | None = None) -> EnvironmentFacts:
     """Make an environment, describe it, close it."""
-    with make_environment(environment_id, options) as environment:
-        return environment.facts
+    known, key = _PROBED.get({}), repr((environment_id, options))
+    if key not in known:
+        with make_environment(environment_id, options) as environment:
+            known[key] = environment.facts
+    return known[key]
 
 
 def simulator_data(environment: Environment) -> Any:
