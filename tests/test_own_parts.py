@@ -392,7 +392,7 @@ class Sized(go.SequenceModel):
     words = [f"model.{name}={value}" for name, value in kept.items()]
     base = go.load_recipe("smoke", [*words, "model.heads=2", "model.activation=gelu_new"])
     (own / "base.yaml").write_text(base.to_yaml())
-    taken = {
+    taken: dict[str, dict[str, Any]] = {
         "decoupled": kept | {"heads": 2, "activation": "gelu_new"},
         "mlp": kept | {"activation": "relu"},
         "sized.py:Sized": {"hidden_size": 24, "dropout": "none"},

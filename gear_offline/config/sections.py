@@ -473,7 +473,7 @@ def accepted(settings: Any, options: dict[str, Any]) -> dict[str, Any]:
         adapter.validate_json(json.dumps(taken))
     except ValidationError as error:
         for problem in error.errors():
-            taken.pop(problem["loc"][0] if problem["loc"] else "", None)
+            taken.pop(str(*problem["loc"][:1]), None)
     return taken
 
 
