@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 BLOCK_SEGMENTS = 16384  # segments selected and gathered in one pass, at most ...
 BLOCK_BYTES = 32 << 20  # ... and at most this many bytes, at least one batch
+GPU_BLOCK_BYTES = 128 << 20  # ... for a GPU
 SHARDED_STEPS = 32  # of a dataset spread over nodes: the first batch waits for all assignments ...
 RING_BYTES = 128 << 20  # ... and each of its parts takes at most this, or what one pass needs
 
@@ -225,7 +226,8 @@ class RowOpener:
         """Return the steps of a block of at most so many segments and bytes, at least one."""
         if not self.stream.selection.ahead:
             return 1
-        fits = min(nbytes, BLOCK_BYTES) // max(self.stream.rank_batch * window, 1)
+        most = GPU_BLOCK_BYTES if self.device.type == "cuda" else BLOCK_BYTES
+        fits = min(nbytes, most) // max(self.stream.rank_batch * window, 1)
         return max(1, min(min(segments, BLOCK_SEGMENTS) // self.stream.global_batch, fits))
 
     def _make_ring(self) -> Ring | None:
