@@ -421,22 +421,12 @@ def describe(
     )
 
 
-_PROBED = ContextVar[dict[str, EnvironmentFacts]]("_PROBED")
-
-
-@contextmanager
-def probed_once() -> Iterator[None]:
-    """Let `probe` make each environment once while inside: many runs are played in one."""
-    token = _PROBED.set({})
-    try:
-        yield
-    finally:
-        _PROBED.reset(token)
+PROBED = ContextVar[dict[str, EnvironmentFacts]]("PROBED")  # while many runs are played in one
 
 
 def probe(environment_id: str, options: Options | None = None) -> EnvironmentFacts:
     """Make an environment, describe it, close it."""
-    known, key = _PROBED.get({}), repr((environment_id, options))
+    known, key = PROBED.get({}), repr((environment_id, options))
     if key not in known:
         with make_environment(environment_id, options) as environment:
             known[key] = environment.facts
