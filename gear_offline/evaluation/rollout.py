@@ -198,14 +198,6 @@ def step_in_worker(
         caller.send(None)
 
 
-def play_episodes(policy: ActingPolicy, environments: Environments, **options: Any) -> Episodes:
-    """Play the episodes of one policy, as `turns` does with `options`, to their ends."""
-    played = play_together(environments, [turns(policy, environments, **options)])[0]
-    if isinstance(played, Exception):
-        raise played
-    return played
-
-
 def play_together(
     environments: Environments, players: Sequence[Generator[None, None, Played]]
 ) -> list[Played | Exception]:
