@@ -231,9 +231,9 @@ def resolve(
 
     Doing it again to the result changes nothing.
     """
-    settings = typed_settings(recipe.model)
-    if recipe.model is not settings:  # with the defaults of the model's own options
-        recipe = recipe.replace({"model": settings_dump(settings) | recipe.model.model_dump()})
+    settings = settings_dump(typed_settings(recipe.model))  # with the defaults of its own options
+    options = settings | recipe.model.model_dump() | {"inherited": None}
+    recipe = recipe.replace({"model": options})
     if isinstance(dataset, JointDataset):
         resolved, sizes = _resolve_tasks(recipe, dataset, quiet=quiet)
     else:

@@ -150,7 +150,7 @@ def run_trials(
     if launched()[1] > 1:
         what, remedy = "a sweep runs in one process", "start it without torchrun"
         raise InputError("USAGE", what, remedy=remedy)
-    _check_trials(trials, parallel)
+    _check_trials(trials, parallel, quiet=quiet)
     with ExitStack() as stack:
         pool = None if ray is None else stack.enter_context(RayPool(ray))
         asked, directory = trials[0].recipe.train.device, SweepDirectory(out)
@@ -215,7 +215,7 @@ def run_trials(
         return _concluded(directory, file, quiet=quiet)
 
 
-def _check_trials(trials: Sequence[Trial], parallel: int | None) -> None:
+def _check_trials(trials: Sequence[Trial], parallel: int | None, *, quiet: bool) -> None:
     names = [trial.name for trial in trials]
     what, remedy = "", "give at least one value and seed, each once"
     if not trials:
@@ -228,8 +228,11 @@ def _check_trials(trials: Sequence[Trial], parallel: int | None) -> None:
         what, remedy = f"{parallel} trials at a time", "give a number from 1"
     if what:
         raise InputError("USAGE", what, remedy=remedy)
+    kinds = set[str]()
     for trial in trials:
-        check_recipe(trial.recipe, where=f"run {trial.name}")
+        kind = trial.recipe.model.kind
+        check_recipe(trial.recipe, where=f"run {trial.name}", quiet=quiet or kind in kinds)
+        kinds.add(kind)
 
 
 def _prepared(
