@@ -26,7 +26,7 @@ from gear_offline.config.problems import nearest, problem_text
 from gear_offline.config.sections import (
     ModelSettings,
     OwnModelSettings,
-    accepted,
+    inherit,
     option_names,
 )
 from gear_offline.core.parts import (
@@ -414,7 +414,7 @@ def typed_settings(settings: ModelSettings) -> Any:
             hint += "" if near else ", ".join(f"model.{n}" for n in known)
             raise InputError("RECIPE", f"unknown option 'model.{name}', {hint}", "model")
     given |= {name: value for name, value in common.items() if name in known}
-    given = accepted(wanted, settings.inherited or {}) | given
+    given = inherit(wanted, settings.inherited or {})[0] | given
     try:
         return TypeAdapter(wanted).validate_json(json.dumps(given))
     except ValidationError as error:

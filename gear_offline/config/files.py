@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gear_offline.config.problems import nearest
-from gear_offline.config.sections import inherited
+from gear_offline.config.sections import MODELS, OwnModelSettings, inherit
 from gear_offline.config.strict_yaml import parse_yaml, read_yaml
 from gear_offline.core.files import LOCK, check_new_file, write_file, writing
 from gear_offline.core.parts import is_part, is_same
@@ -166,9 +166,10 @@ def _merge(below: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
             default = "decision_transformer" if key == "model" else None
             sections = is_same(value[kind], under.get(kind, default))
             if key == "model" and not sections:
-                options = {name: option for name, option in under.items() if name != kind}
-                options = (options.pop("inherited", None) or {}) | options
-                value = inherited(value[kind] or default, options) | value
+                before = {**(under.get("inherited") or {}), **under}
+                own = {n: v for n, v in before.items() if n not in (kind, "inherited")}
+                taken, left = inherit(MODELS.get(str(value[kind]), OwnModelSettings), own)
+                value = {**taken, "inherited": left, **value}
         merged[key] = _merge(under, value) if sections else value
     return merged
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -452,21 +453,14 @@ MODELS: dict[str, type[ModelSettings]] = {
 }
 
 
-def inherited(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of another kind of model as this kind has them."""
-    taken = accepted(MODELS.get(str(kind), OwnModelSettings), options)
-    left = {name: value for name, value in options.items() if name not in taken}
-    return taken | {"inherited": left}
-
-
 def option_names(settings: Any) -> list[str]:
     """Return the names of the options of a model, whose class pydantic can check."""
     names = getattr(settings, "model_fields", None) or settings.__dataclass_fields__
     return [name for name in names if name != "inherited"]
 
 
-def accepted(settings: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Return those of `options`, another model's, that the class `settings` has and takes."""
+def inherit(settings: Any, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return those of another model's options that the class `settings` takes, and the others."""
     adapter: TypeAdapter[Any] = TypeAdapter(settings)
     taken = {name: options[name] for name in option_names(settings) if name in options}
     try:
@@ -474,7 +468,7 @@ def accepted(settings: Any, options: dict[str, Any]) -> dict[str, Any]:
     except ValidationError as error:
         for problem in error.errors():
             taken.pop(str(*problem["loc"][:1]), None)
-    return taken
+    return taken, {name: value for name, value in options.items() if name not in taken}
 
 
 def _model_tag(value: Any) -> str:

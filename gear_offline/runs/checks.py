@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib.util import find_spec
-from typing import Any
 
 from gear_offline.collect.policies import quality_parts
 from gear_offline.config.problems import nearest
@@ -13,7 +12,7 @@ from gear_offline.config.sections import (
     CollectSettings,
     ModelSettings,
     OwnModelSettings,
-    accepted,
+    inherit,
 )
 from gear_offline.core.parts import Kind, find_part, has_word, part_module
 from gear_offline.core.text import say
@@ -56,15 +55,15 @@ def check_recipe(recipe: Recipe, *, where: str = "", quiet: bool = False) -> Non
 
 def check_model(model: ModelSettings, *, quiet: bool = False) -> None:
     """Refuse options that a model of somebody else does not take; say which it does not inherit."""
-    options, taken = model.inherited or {}, dict[str, Any]()
+    left = model.inherited or {}
     if isinstance(model, OwnModelSettings):
         from gear_offline.models.base import model_class, typed_settings  # loads torch
 
         typed_settings(model)
-        taken = accepted(model_class(model.kind).Settings, options)
-    left = [f"model.{name}={v}" for name, v in options.items() if name not in taken]
+        _, left = inherit(model_class(model.kind).Settings, left)
     if left:
-        say(f"dropped, as {model.kind} does not take it: {', '.join(left)}", quiet=quiet)
+        named = ", ".join(f"model.{name}={value}" for name, value in left.items())
+        say(f"dropped, as {model.kind} does not take it: {named}", quiet=quiet)
 
 
 def check_trackers(names: Iterable[str]) -> None:

@@ -162,7 +162,7 @@ def _check_collected(settings: CollectSettings, recorded: Any, what: str, path: 
     facts = {"env_options": "{}"} | (recorded if isinstance(recorded, dict) else {})
     asked: dict[str, Any] = {"env_id": settings.environment, "seed": settings.seed}
     asked["env_options"] = json.dumps(settings.environment_options)
-    if isinstance(options := facts.get("asked"), str):  # not of files that older versions wrote
+    if isinstance(options := facts.get("asked"), str):  # else another program recorded it
         facts = facts | json.loads(options)
         asked |= settings.model_dump(exclude={"environment", "environment_options", "gate"})
     # The version that was taken is recorded, of an environment that is named without one too.
