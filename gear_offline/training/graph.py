@@ -224,15 +224,15 @@ def warm_up(run: Callable[[], None], device: torch.device) -> None:
         for _ in range(WARM_UPS):
             run()
     torch.cuda.current_stream().wait_stream(stream)
+    # The first call of an operator leaves its part of the autograd graph in a cycle, and with
+    # it gradients that belong to the stream of the warm-up.
+    gc.collect()
     torch.cuda.set_rng_state(random, device)
     torch.set_rng_state(cpu_random)
 
 
 def capture(run: Callable[[], None]) -> Any:
     """Return a CUDA graph of what `run` launches."""
-    # The first call of an operator leaves its part of the autograd graph in a cycle, and with
-    # it gradients that belong to the stream of the warm-up.
-    gc.collect()
     graph = torch.cuda.CUDAGraph()
     with capturing(graph, _own_stream()):
         run()
