@@ -122,7 +122,8 @@ def _run(folder: Path, script: str, options: dict[str, str]) -> None:
     np.random.seed(
         seed
     )  # the scripts draw from NumPy's global numbers, and give no environment a seed
-    seeding.np_random = lambda given=None: fresh(seed if given is None else given)
+    patched: Any = seeding
+    patched.np_random = lambda given=None: fresh(seed if given is None else given)
     sys.argv = [script, *(f"--{key}={value}" for key, value in options.items())]
     try:
         runpy.run_path(str(folder / script), run_name="__main__")

@@ -66,7 +66,7 @@ def plot(rows: Sequence[Row], title: str) -> Figure:
             axes.bar(place, shares.mean(), 0.7, color=plots.BLUE, alpha=0.35)
             axes.scatter([place - 0.15] * shares.size, shares, s=11, color=plots.BLUE, alpha=0.6)
             if shares.size > 2:
-                axes.vlines(place, *interval(shares), color=plots.INK, linewidth=1.5)
+                axes.vlines(place, *interval([*shares]), color=plots.INK, linewidth=1.5)
         plots.dress(axes, x=name, y="" if axes is not panels[0] else "success, %")
         axes.set_xticks(range(len(own)), [row["model"] for row in own], rotation=30, ha="right")
         axes.set_ylim(bottom=0)

@@ -112,7 +112,7 @@ def recipe_page() -> str:
             for section in (kind for kind in sections if kind not in described):
                 of = f", kind {section().kind}" if name == "model" else ""
                 inner.append((section, f"{path}{place}{of}"))
-            if sections and not place:
+            if (sections and not place) or not field.repr:
                 continue
             default = "required" if field.is_required() else f"`{json.dumps(field.get_default())}`"
             values, meaning = accepted(schema["properties"][name]), field.description or ""

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
@@ -130,7 +131,9 @@ def save_figure(figure: Figure, path: Path) -> Path:
 
 
 def draw(figure: Figure, kind: str = "png") -> bytes:
-    """Return the content of a figure's file, a PNG or an SVG."""
+    """Return the content of a figure's file: a PNG, or an SVG with text as text."""
     content = io.BytesIO()
-    figure.savefig(content, format=kind, dpi=DPI)
+    same: Any = {"Date": None, "Creator": None} if kind == "svg" else None  # for the same figure
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "gear-offline"}):
+        figure.savefig(content, format=kind, dpi=DPI, metadata=same)
     return content.getvalue()

@@ -6,9 +6,9 @@ Shape legend: B segments, K steps of a window, S and A per-step shapes of states
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Never
+from typing import Any, ClassVar, Literal, Never
 
 import torch
 from torch import Tensor
@@ -97,21 +97,10 @@ class Batch:
     def _tensors(self) -> dict[str, Any]:
         return {**self._fields(), "segments": self.segments, **self.extras}
 
-    def keys(self) -> KeysView[str]:
-        """Return the names of the tensors: ``**batch`` and ``batch["states"]`` are possible."""
-        return self._tensors().keys()
-
-    def values(self) -> ValuesView[Any]:
-        """Return the tensors."""
-        return self._tensors().values()
-
-    def items(self) -> ItemsView[str, Any]:
-        """Return names and tensors."""
-        return self._tensors().items()
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return a tensor, or the default for a name that there is not."""
-        return self._tensors().get(name, default)
+    keys: ClassVar[Any] = Mapping.keys
+    values: ClassVar[Any] = Mapping.values
+    items: ClassVar[Any] = Mapping.items
+    get: ClassVar[Any] = Mapping.get
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors())

@@ -51,7 +51,7 @@ from gear_offline.tables.joint import JointDataset, TableData, data_digest, data
 STATE_FORMAT = 1
 IDENTITY = (  # options that the content of batches depends on
     *("batch_size", "context_length", "frame_stack", "padding"),
-    *("gamma", "returns_scale", "normalize_states"),
+    *("gamma", "returns_scale", "normalize_states", "observations"),
 )
 
 
@@ -454,15 +454,13 @@ class GearLoader(Closing, Iterator[Batch]):
 
     def _identity(self) -> dict[str, Any]:
         """Return the options on which, besides the step, the content of batches depends."""
-        updates, observed = dict[str, Any](), list(self._options.observations)
-        if observed != [STATES]:  # as before there were others
-            updates["observations"] = observed
+        updates = dict[str, Any]()
         if self.loss_sampler is not None:  # its own state is loaded first
             updates["selection_updates"] = self.loss_sampler.updates
         return updates | {
             "seed": self.seed,
             "selection": {"name": self.selection.name, "options": plain(self.selection.options)},
-            **{name: getattr(self._options, name) for name in IDENTITY},
+            **{name: plain(getattr(self._options, name)) for name in IDENTITY},
             "goals": self._options.goals and self._options.goals.model_dump(),
             "dataset": data_digest(self.dataset),
         }

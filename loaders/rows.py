@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,10 +36,18 @@ if TYPE_CHECKING:
     from gear_offline.tables.disk import DiskGather
     from gear_offline.tables.placement import PlacedTable
 
-BLOCK_SEGMENTS = 16384  # segments selected and gathered in one pass, at most ...
-BLOCK_BYTES = 32 << 20  # ... and at most this many bytes, at least one batch
-SHARDED_STEPS = 32  # of a dataset spread over nodes: the first batch waits for all assignments ...
-RING_BYTES = 128 << 20  # ... and each of its parts takes at most this, or what one pass needs
+
+class Limits(NamedTuple):
+    """How much is done at a time, which hides what each time costs."""
+
+    segments: int  # of all ranks, selected and gathered in one pass, at most ...
+    nbytes: int  # ... and at most this many bytes, at least one batch
+    sharded_steps: int  # of a dataset spread over nodes: the first batch waits for all assignments
+    ring_bytes: int  # ... and each part of the ring takes at most this, or what one pass needs
+
+
+CPU_LIMITS = Limits(16_384, 32 << 20, 32, 128 << 20)  # more leave the processor's caches
+GPU_LIMITS = Limits(65_536, 128 << 20, 64, 256 << 20)
 
 RankSegments = LocalSegments | ShardedSegments
 Gather = CpuGather | GpuGather
@@ -159,7 +167,8 @@ class RowOpener:
         gather, states, memory = opened or self._cpu_gathers(build(), local)
         if ring is None:
             segments: RankSegments = LocalSegments(self.stream)
-            steps = self._block_steps(window_bytes(gather.groups, options.context_length))
+            window = window_bytes(gather.groups, options.context_length)
+            steps = self._block_steps(window, self._limits)
         else:
             engine = gather if isinstance(gather, GpuGather) else None
             segments = ShardedSegments(self.stream, self.world, ring, build(), engine)
@@ -218,15 +227,22 @@ class RowOpener:
                 f"the CPU gathers batches {how}"
             )
         window = window_bytes(gather.table.groups, options.context_length)
-        steps = self._block_steps(window, gather.sizes.taken, gather.sizes.output_bytes)
+        sizes, limits = gather.sizes, CPU_LIMITS
+        segments, nbytes = min(sizes.taken, limits.segments), min(sizes.output_bytes, limits.nbytes)
+        steps = self._block_steps(window, limits._replace(segments=segments, nbytes=nbytes))
         return DiskRows(gather.table, LocalSegments(self.stream), steps, gather, self.device)
 
-    def _block_steps(self, window: int, segments: int = 1 << 62, nbytes: int = 1 << 62) -> int:
-        """Return the steps of a block of at most so many segments and bytes, at least one."""
+    @property
+    def _limits(self) -> Limits:
+        on_gpu = self.device.type == "cuda" and self.options.engine != "off"
+        return GPU_LIMITS if on_gpu else CPU_LIMITS
+
+    def _block_steps(self, window: int, limits: Limits) -> int:
+        """Return the steps of a block within the limits, at least one."""
         if not self.stream.selection.ahead:
             return 1
-        fits = min(nbytes, BLOCK_BYTES) // max(self.stream.rank_batch * window, 1)
-        return max(1, min(min(segments, BLOCK_SEGMENTS) // self.stream.global_batch, fits))
+        fits = limits.nbytes // max(self.stream.rank_batch * window, 1)
+        return max(1, min(limits.segments // self.stream.global_batch, fits))
 
     def _make_ring(self) -> Ring | None:
         """Return the share and landing rows of this rank; None where each node holds all rows."""
@@ -237,9 +253,11 @@ class RowOpener:
             return None
         row_bytes = table_bytes(self.data, options.table) // self.data.episodes.steps
         window = row_bytes * options.table.margin
-        steps, rank_batch = min(self._block_steps(window), SHARDED_STEPS), self.stream.rank_batch
-        fits = RING_BYTES // max(rank_batch * window, 1)
-        fits = min(fits, BLOCK_SEGMENTS // self.stream.global_batch, SHARDED_STEPS)
+        # The ranks' blocks are the same, also where some have no GPU.
+        limits, rank_batch = Limits(*min(self.world.gather(self._limits))), self.stream.rank_batch
+        steps = min(self._block_steps(window, limits), limits.sharded_steps)
+        fits = limits.ring_bytes // max(rank_batch * window, 1)
+        fits = min(fits, limits.segments // self.stream.global_batch, limits.sharded_steps)
         passes = max(fits // steps, 1) if self.stream.selection.ahead else 1
         return Ring(
             share=share,

@@ -23,7 +23,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from gear_offline.config.problems import nearest, problem_text
-from gear_offline.config.sections import ModelSettings, OwnModelSettings
+from gear_offline.config.sections import (
+    ModelSettings,
+    OwnModelSettings,
+    inherit,
+    option_names,
+)
 from gear_offline.core.parts import (
     Kind,
     digest_of,
@@ -399,9 +404,9 @@ def typed_settings(settings: ModelSettings) -> Any:
     if not isinstance(settings, OwnModelSettings):
         return settings
     wanted = model_class(settings.kind).Settings
-    given = settings.model_dump(mode="json")
-    known = list(getattr(wanted, "model_fields", None) or wanted.__dataclass_fields__)
-    common = {name: given.pop(name) for name in ModelSettings.model_fields}
+    given, known = settings.model_dump(mode="json"), option_names(wanted)
+    common = {name: given.pop(name, None) for name in ModelSettings.model_fields}
+    common.pop("inherited")
     for name in given:
         if name not in known:
             near = nearest(name, known)
@@ -409,6 +414,7 @@ def typed_settings(settings: ModelSettings) -> Any:
             hint += "" if near else ", ".join(f"model.{n}" for n in known)
             raise InputError("RECIPE", f"unknown option 'model.{name}', {hint}", "model")
     given |= {name: value for name, value in common.items() if name in known}
+    given = inherit(wanted, settings.inherited or {})[0] | given
     try:
         return TypeAdapter(wanted).validate_json(json.dumps(given))
     except ValidationError as error:

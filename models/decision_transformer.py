@@ -30,7 +30,7 @@ from transformers.models.decision_transformer.modeling_decision_transformer impo
     DecisionTransformerOutput as DecisionTransformerOutput,
 )
 
-from gear_offline.config.sections import TransformerSettings
+from gear_offline.config.sections import ModelSettings, TransformerSettings
 from gear_offline.errors import InputError
 from gear_offline.models.base import ModelFacts, ModelTask, PlayedWindow, SequenceModel
 from gear_offline.models.blocks import Block, Keep, dense_mask, drop
@@ -182,7 +182,7 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
         """Return the model of a recipe."""
         model = build_model(
             **{name: getattr(facts, name) for name in ModelFacts.model_fields},
-            **settings.model_dump(exclude={"kind", "max_timestep"}),
+            **settings.model_dump(exclude={*ModelSettings.model_fields}),
             make=cls,
         )
         model.settings = settings

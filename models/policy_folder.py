@@ -96,11 +96,7 @@ def write_policy(
         write_file(part / CONFIG, config)
         files = {CONFIG: file_facts(part / CONFIG), MODEL: write_tensors(part / MODEL, weights)}
         file = file.model_copy(update={"files": files})
-        # version 0.1 reads a file without them
-        rare = {"environment_options", "goals", "gamma", "state_dtype", "reward_edits"}
-        rare |= {"observations"}
-        usual = {key for key in rare if getattr(file, key) == PolicyFile.model_fields[key].default}
-        write_file(part / POLICY, file.model_dump_json(indent=1, exclude=usual).encode())
+        write_file(part / POLICY, file.model_dump_json(indent=1).encode())
         write_file(part / CARD, _card(file))
 
 

@@ -12,16 +12,21 @@ from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.distributed.world import World
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.tables.fields import Window
-from gear_offline.training.checkpoint import Normalisation, SavedState, write_checkpoint
+from gear_offline.training.checkpoint import SavedState, write_checkpoint
 from gear_offline.training.learner import Learner
 
 RECIPE = load_recipe("smoke")
 
 
 def saved_state(step: int) -> SavedState:
-    statistics = Normalisation(mean=(0.1, 1 / 3, -1e300), std=(1.0, 0.0, 5e-324))
+    window = Window(
+        context_length=5,
+        returns_scale=100.0,
+        state_mean=(0.1, 1 / 3, -1e300),
+        state_std=(1.0, 0.0, 5e-324),
+    )
     loader = {"step": step, "seed": 0}
-    state: dict[str, Any] = {"step": step, "loader": loader, "normalisation": statistics}
+    state: dict[str, Any] = {"step": step, "loader": loader, "window": window}
     return SavedState(seconds=1.25, recipe=RECIPE.to_dict(), **state)
 
 
@@ -78,13 +83,14 @@ def write_run(
 ) -> Path:
     """A run directory as training leaves it, with different weights at each checkpoint."""
     recipe = Recipe.parse(RUN | {"evaluate": PLAY | {"environment": environment}})
-    plain = Normalisation(mean=(0.0,) * 3, std=(1.0,) * 3)
+    plain: Any = {"state_mean": (0.0,) * 3, "state_std": (1.0,) * 3}
+    window = Window(context_length=4, returns_scale=50.0, **plain)
     for step in steps:
         torch.manual_seed(0)
         model = build_model(state_dim=3, action_dim=1, **RUN["model"])
         head = next(m for m in model.predict_action.modules() if isinstance(m, torch.nn.Linear))
         torch.nn.init.normal_(head.weight, std=0.1 * step)
-        changes = {"recipe": recipe.to_dict(), "loader": {}, "normalisation": plain}
+        changes = {"recipe": recipe.to_dict(), "loader": {}, "window": window}
         state = saved_state(step).model_copy(update=changes)
         save_checkpoint(folder / "checkpoints", model, step, state)
     (folder / "checkpoints" / "best").symlink_to(f"step-{steps[0]:08d}")

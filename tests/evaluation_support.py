@@ -6,7 +6,23 @@ import gymnasium
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.evaluation.rollout import (
+    ActingPolicy,
+    Environments,
+    Episodes,
+    play_together,
+    turns,
+)
+
 Array = npt.NDArray[Any]
+
+
+def play_episodes(policy: ActingPolicy, environments: Environments, **options: Any) -> Episodes:
+    """The episodes of one policy, played to their ends; `options` as of `turns`."""
+    played = play_together(environments, [turns(policy, environments, **options)])[0]
+    if isinstance(played, Exception):
+        raise played
+    return played
 
 
 class Counted(gymnasium.Env[Array, Array]):

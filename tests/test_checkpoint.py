@@ -66,10 +66,8 @@ def test_what_was_saved_is_read(tmp_path: Path, model: DecisionTransformer) -> N
     checkpoint, saved = read_checkpoint(path), saved_state(30)
     assert checkpoint.recipe == RECIPE
     assert checkpoint.state.model_copy(update={"files": {}}) == saved  # bit for bit
-    shown = checkpoint.state.shown
+    shown = checkpoint.state.window
     assert (shown.state_mean, shown.state_std) == ((0.1, 1 / 3, -1e300), (1.0, 0.0, 5e-324))
-    loader = RECIPE.loader  # an older checkpoint has these in its recipe
-    assert (shown.gamma, shown.returns_scale) == (loader.gamma, loader.returns_scale)
     tensors, expected = checkpoint.tensors(), training_tensors(30)
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
@@ -101,7 +99,7 @@ def test_lies_with_a_digest_that_fits(tmp_path: Path, model: DecisionTransformer
         "recipe": [[], {"model": {"layers": "many"}}],
         "loader": [None],
         "files": [{}, wrong_file],
-        "normalisation": [{**honest["normalisation"], "std": [1.0, -1.0, 1.0]}],
+        "window": [None, {**honest["window"], "state_std": [1.0, -1.0, 1.0]}],
         "more": [1],
     }
     texts = [seal({**honest, key: lie}) for key in lies for lie in lies[key]]

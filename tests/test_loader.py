@@ -73,7 +73,7 @@ def test_a_batch_is_a_pure_function_of_seed_and_step(
 ) -> None:
     """Not of the blocks that are prepared, nor of what was taken, looked at or skipped before."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "BLOCK_SEGMENTS", block)
+        patch.setattr(module, "CPU_LIMITS", module.CPU_LIMITS._replace(segments=block))
         loader, step = GearLoader(dataset, **OPTIONS), 0
         for move, number in [*moves, ("take", STEPS - 1)]:
             if move == "look":

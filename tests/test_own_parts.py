@@ -373,6 +373,74 @@ def test_options_of_a_model_are_refused_with_the_nearest_name(own: Path) -> None
         train("run", model__kind="mpl")
 
 
+def test_another_kind_inherits_the_options_that_it_takes(own: Path, capsys: Captured) -> None:
+    (own / "sized.py").write_text("""
+from dataclasses import dataclass
+import torch
+import gear_offline as go
+
+class Sized(go.SequenceModel):
+    @dataclass
+    class Settings:
+        hidden_size: int = 5
+        dropout: str = "none"
+
+    def __init__(self, facts, settings):
+        super().__init__()
+        self.maps = torch.nn.Linear(facts.state_dim, settings.hidden_size)
+        self.action = torch.nn.Linear(settings.hidden_size, facts.action_dim)
+
+    def predict(self, batch):
+        return torch.tanh(self.action(self.maps(batch.states)))
+""")
+    kept = {"hidden_size": 24, "dropout": 0.25}
+    words = [f"model.{name}={value}" for name, value in kept.items()]
+    base = go.load_recipe("smoke", [*words, "model.heads=2", "model.activation=gelu_new"])
+    (own / "base.yaml").write_text(base.to_yaml())
+    taken: dict[str, dict[str, Any]] = {
+        "decoupled": kept | {"heads": 2, "activation": "gelu_new"},
+        "mlp": kept | {"activation": "relu"},
+        "sized.py:Sized": {"hidden_size": 24, "dropout": "none"},
+    }
+    lacks = {
+        "decoupled": "",
+        "mlp": "mlp does not take it: model.heads=2, model.activation=gelu_new,",
+        "sized.py:Sized": "Sized does not take it: model.layers=",
+    }
+    for kind, expected in taken.items():
+        out = f"run-{kind[:3]}"
+        words = [f"{key}={value}" for key, value in options().items() if key[:5] != "selec"]
+        words += ["evaluate.episodes=0", f"model.kind={kind}"]
+        assert main(["train", "base.yaml", *words, "--out", out]) == 0
+        said = capsys.readouterr().err
+        assert said.count("does not take it") == bool(lacks[kind]) and lacks[kind] in said
+        again = go.train("base.yaml", words, out=out, resume=True, quiet=True)
+        assert not capsys.readouterr().err
+        settings: Any = again.policy(device="cpu").model.settings
+        assert {name: getattr(settings, name) for name in expected} == expected
+        assert "inherited" not in (own / out / "recipe.yaml").read_text()
+    with one_error("RECIPE", "unknown option 'model.heads', `recipes"):
+        go.load_recipe("base.yaml", {"model.kind": "mlp", "model.heads": 2})
+    with one_error("RECIPE", "unknown option 'model.heads'"):
+        go.train("base.yaml", {**options(model__kind="sized.py:Sized"), "model.heads": 2}, out="x")
+    mlp = base.replace({"model.kind": "mlp", "model.layers": 1})
+    assert mlp.model.layers == 1 and mlp.replace({"model.kind": "decoupled"}).model.heads == 2
+
+
+def test_a_sweep_over_kinds_says_once_what_each_drops(own: Path, capsys: Captured) -> None:
+    changes = {**options(), "model.heads": 1, "evaluate.episodes": 0, "train.steps": 3}
+    changes = {key: value for key, value in changes.items() if key[:5] != "selec"}
+    del changes["model.kind"]
+    (own / "base.yaml").write_text(go.load_recipe("smoke", changes).to_yaml())
+    result = go.sweep(
+        "base.yaml", {"model.kind": ["mlp", "decoupled"]}, seeds=2, out="sweep", parallel=1
+    )
+    assert capsys.readouterr().err.count("does not take it: model.heads=1") == 1
+    sizes = {trial.path.name: go.open_run(trial.path).recipe for trial in result.trials}
+    size = go.load_recipe("smoke").model.hidden_size
+    assert len(sizes) == 4 and {recipe.model.hidden_size for recipe in sizes.values()} == {size}
+
+
 def test_a_file_of_other_content_is_another_part(own: Path) -> None:
     run = train("run", model__width=4, evaluate__episodes=0, train__steps=3)
     for folder, text in {"moved": NET, "other": f"{NET}\n"}.items():
@@ -453,16 +521,15 @@ def test_a_perceptron_sees_bytes_of_frames_as_shares() -> None:
 
 
 def test_a_perceptron_may_begin_and_bend_as_those_of_jax_do() -> None:
-    options = {"activation": "gelu_new", "initialization": "glorot", "action_tanh": False}
+    options: dict[str, Any] = {"activation": "gelu_new", "initialization": "glorot", "action_tanh": False}
     facts = ModelFacts(state_dim=30, action_dim=5)
-    first, *_, last = MLP(facts, MLPSettings(**options, hidden_size=70, layers=1)).layers
-    for layer, share in ((first, 1.0), (last, 0.1)):
+    layers: list[Any] = [*MLP(facts, MLPSettings(**options, hidden_size=70, layers=1)).layers]
+    for layer, share in ((layers[0], 1.0), (layers[-1], 0.1)):
         bound = share * (6 / (layer.in_features + layer.out_features)) ** 0.5
         assert 0.9 * bound < layer.weight.abs().max() <= bound and not layer.bias.any()
     x = np.linspace(-3, 3, 64)
     expected = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-    actual = MLP(facts, MLPSettings(**options)).layers[1](torch.from_numpy(x))
-    np.testing.assert_allclose(actual, expected, rtol=1e-9)
+    np.testing.assert_allclose(layers[1](torch.from_numpy(x)), expected, rtol=1e-9)
 
 
 def test_a_class_of_a_file_is_no_version_of_what_it_registers(own: Path, capsys: Captured) -> None:

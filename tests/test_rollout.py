@@ -11,12 +11,12 @@ import torch
 from gear_offline.errors import GearError
 from gear_offline.evaluation import rollout
 from gear_offline.evaluation.environments import probe
-from gear_offline.evaluation.rollout import ActingPolicy, Environments, Episodes, play_episodes
+from gear_offline.evaluation.rollout import ActingPolicy, Environments, Episodes
 from gear_offline.models.decision_transformer import build_model
 from gear_offline.models.encoders import InputColumn
 from gear_offline.models.policy import Policy
 from gear_offline.tables.fields import ObservedColumn
-from tests.evaluation_support import Constant, Remembering
+from tests.evaluation_support import Constant, Remembering, play_episodes
 from tests.gpu_support import ON_GPU
 from tests.model_support import make
 from tests.support import Patch, one_error

@@ -53,7 +53,8 @@ def frames(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 def short_blocks() -> Iterator[None]:
     """Four steps are made at a time, so that worlds change within blocks and between them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "BLOCK_SEGMENTS", 4 * BATCH)
+        for name in ("CPU_LIMITS", "GPU_LIMITS"):
+            patch.setattr(rows, name, getattr(rows, name)._replace(segments=4 * BATCH))
         yield
 
 

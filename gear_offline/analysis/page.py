@@ -5,15 +5,11 @@ The page needs no network and no script; its plots are SVG pictures inside it.
 
 from __future__ import annotations
 
-import io
 import json
 from base64 import b64encode
 from pathlib import Path
-from typing import Any
 
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
 
 from gear_offline import plots
 from gear_offline.analysis.sampling import Draws
@@ -149,13 +145,4 @@ def _drawn_picture(comparison: Comparison) -> str:
     for axes in (returns, coverage):
         axes.set_ylim(0, 106)
         plots.thousands(axes.xaxis)
-    return _source(figure)
-
-
-def _source(figure: Figure) -> str:
-    """Return a figure as the source of an image: SVG with text as text, the same for the same."""
-    content = io.BytesIO()
-    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "gear-offline"}
-    with matplotlib.rc_context(settings):
-        figure.savefig(content, format="svg", metadata={"Date": None, "Creator": None})
-    return f"data:image/svg+xml;base64,{b64encode(content.getvalue()).decode()}"
+    return f"data:image/svg+xml;base64,{b64encode(plots.draw(figure, 'svg')).decode()}"

@@ -11,7 +11,7 @@ from itertools import chain, pairwise
 import numpy as np
 
 from gear_offline.runs.run import Run, open_run
-from gear_offline.training.json_lines import iter_records
+from gear_offline.training.json_lines import read_records
 
 BEFORE, LEAST = 20, 5  # records before one that it is compared with
 MADS = 6.0  # a spike is so many median absolute deviations above the median of those ...
@@ -62,7 +62,7 @@ def logged_losses(
     run: Run, first: int = 0, last: float = np.inf
 ) -> Iterator[tuple[int, int, float]]:
     """Yield first and last batch, and the loss, of each record with batches from `first` on."""
-    records, batch_of = iter_records(run.path / "metrics.jsonl"), run.recipe.train.batch_of
+    records, batch_of = read_records(run.path / "metrics.jsonl"), run.recipe.train.batch_of
     for before, now in pairwise(chain([{"step": 0}], records)):
         begin, end = batch_of(before["step"]), batch_of(now["step"] - 1)
         if now.get("loss") is not None and begin <= last and end >= first:

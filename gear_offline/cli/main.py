@@ -546,7 +546,9 @@ def plan(
     from gear_offline.planning.plan import plan as run
     from gear_offline.planning.plan import print_plan
     from gear_offline.planning.workload import make_workload
+    from gear_offline.runs.checks import check_model
 
+    check_model(whole.model)
     cluster = Cluster(
         nodes=nodes,
         gpus=gpus,

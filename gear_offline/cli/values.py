@@ -72,16 +72,8 @@ def parse_options(text: str) -> dict[str, Any]:
 
     inner = text.strip()
     inner = inner[1:-1] if inner[:1] + inner[-1:] == "{}" else inner  # as in a recipe
-    pairs = re.sub(r"(^|,)\s*(\w+)\s*=", r"\1 \2: ", inner)
+    pairs = re.sub(r"(^|,)\s*([\w./-]+)\s*=", r"\1 \2: ", inner)
     return dict(parse_yaml(f"{{{pairs}}}", where=text))
-
-
-def parse_shift(text: str) -> dict[str, int]:
-    """Return the rows by column of ``"actions=1,rewards=1"``."""
-    pairs = [part.rpartition("=") for part in parse_list(text)]
-    if not all(name and by.isdecimal() for name, _, by in pairs):
-        raise BadParameter(f"{text!r} gives no rows by column, as in actions=1,rewards=1")
-    return {name.strip(): int(by) for name, _, by in pairs}
 
 
 def parse_numbers(text: str) -> list[float]:
@@ -155,7 +147,7 @@ Size = partial(Option, parser=parse_size, metavar="SIZE")
 Count = partial(Option, parser=parse_count, metavar="COUNT")
 Names = partial(Option, parser=parse_list, metavar="A,B,...")
 Pairs = partial(Option, parser=parse_pairs, metavar="OLD=NEW,...")
-Shift = partial(Option, parser=parse_shift, metavar="COLUMN=ROWS,...")
+Shift = partial(Option, parser=parse_options, metavar="COLUMN=ROWS,...")
 Numbers = partial(Option, parser=parse_numbers, metavar="X,Y,...")
 
 

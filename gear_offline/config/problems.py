@@ -55,7 +55,7 @@ def dotted_fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         section = section_of(field.annotation)
         sections = MODELS.values() if name == "model" else [section] if section else []
         inner = [own for part in sections for own in dotted_fields(part, f"{prefix}{name}.")]
-        yield from dict.fromkeys(inner) if section else [prefix + name]
+        yield from dict.fromkeys(inner) if section else [prefix + name] * bool(field.repr)
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
@@ -87,9 +87,10 @@ def option_text(model: type[BaseModel], problem: Any) -> str:
             path, got = [*path, *map(str, got)], next(iter(got.values()))
         kind = MODELS.get(str(problem["loc"][1])) if path[0] == "model" else None
         own = nearest(path[-1], list(kind.model_fields)) if kind and len(path) == 2 else None
-        guess = f"model.{own}" if own else guess_option(model, path)
-        hint = f"did you mean {guess!r}?" if guess else "`recipes validate` prints all there are"
-        return f"unknown option {'.'.join(path)!r}, {hint}"
+        name, guess = ".".join(path), f"model.{own}" if own else guess_option(model, path)
+        hint = "`recipes validate` prints all there are"
+        hint = f"did you mean {guess!r}?" if guess not in (None, name) else hint
+        return f"unknown option {name!r}, {hint}"
     return problem_text(problem)
 
 

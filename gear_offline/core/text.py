@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 MOST_CHARACTERS = 900  # of the line of an error
 LEAST = 5  # seeds or episodes of which an interval is shown: of fewer it says nothing
 LONGEST_NUMBER = 14  # characters; a longer one was computed, not typed
@@ -38,10 +37,9 @@ def texts(value: object) -> list[str]:
 
 def size_text(count: int) -> str:
     """Return a byte count with a binary unit, e.g. ``"1.5 MiB"``."""
-    value, unit = float(count), 0
-    while value >= 1024 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{count} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+    from pydantic import ByteSize  # slow to load
+
+    return ByteSize(count).human_readable(separator=" ")
 
 
 def short(value: float) -> str:

@@ -8,8 +8,14 @@ from importlib.util import find_spec
 from gear_offline.collect.policies import quality_parts
 from gear_offline.config.problems import nearest
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.sections import CollectSettings, OwnModelSettings
+from gear_offline.config.sections import (
+    CollectSettings,
+    ModelSettings,
+    OwnModelSettings,
+    inherit,
+)
 from gear_offline.core.parts import Kind, find_part, has_word, part_module
+from gear_offline.core.text import say
 from gear_offline.dataset.scores import dataset_names, reference_scores
 from gear_offline.errors import InputError, UnavailableError, check_environment_id
 from gear_offline.evaluation.environments import ENVIRONMENTS, unregistered
@@ -24,14 +30,15 @@ NAMED_TRACKERS = {
 TRACKERS = Kind(noun="tracker", group="trackers", option="train.trackers", own=NAMED_TRACKERS)
 
 
-def check_recipe(recipe: Recipe, *, where: str = "") -> None:
-    """Refuse names that nothing answers to (``RECIPE``, ``SELECTION``, ``ENVIRONMENT``)."""
-    for name in recipe.data.tasks or {}:
-        check_recipe(recipe.of_task(name), where=f"{where}: task {name}" if where else name)
-    if isinstance(recipe.model, OwnModelSettings):
-        from gear_offline.models.base import typed_settings  # loads torch
+def check_recipe(recipe: Recipe, *, where: str = "", quiet: bool = False) -> None:
+    """Refuse names that nothing answers to (``RECIPE``, ``SELECTION``, ``ENVIRONMENT``).
 
-        typed_settings(recipe.model)
+    It says what a model does not take of its recipe unless `quiet`.
+    """
+    for name in recipe.data.tasks or {}:
+        single = recipe.of_task(name)
+        check_recipe(single, where=f"{where}: task {name}" if where else name, quiet=True)
+    check_model(recipe.model, quiet=quiet)
     check_selection(recipe, where)
     check_trackers(recipe.train.trackers)
     if recipe.data.collect is not None:
@@ -44,6 +51,19 @@ def check_recipe(recipe: Recipe, *, where: str = "") -> None:
         what = f"evaluate.reference must be a D4RL name, got {settings.reference!r}"
         remedy = f"did you mean {guess!r}?" if guess else "e.g. hopper-medium-v2, or null"
         raise InputError("RECIPE", what, where=where, remedy=remedy)
+
+
+def check_model(model: ModelSettings, *, quiet: bool = False) -> None:
+    """Refuse options that a model of somebody else does not take; say which it does not inherit."""
+    left = model.inherited or {}
+    if isinstance(model, OwnModelSettings):
+        from gear_offline.models.base import model_class, typed_settings  # loads torch
+
+        typed_settings(model)
+        _, left = inherit(model_class(model.kind).Settings, left)
+    if left:
+        named = ", ".join(f"model.{name}={value}" for name, value in left.items())
+        say(f"dropped, as {model.kind} does not take it: {named}", quiet=quiet)
 
 
 def check_trackers(names: Iterable[str]) -> None:

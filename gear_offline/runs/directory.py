@@ -169,7 +169,8 @@ def _differences(
     past = before.train.batch_of(step - 1) if step else -1
     for options, recipe in ((old, before), (new, now)):  # what is skipped later is free
         options["train.skip"] = [list(span) for span in recipe.train.skip if span[0] <= past]
-    free = {*RESUMABLE, *(key for key in {*old, *new} if key.startswith("parts."))}
+    unlike = ("parts.", "model.inherited")
+    free = {*RESUMABLE, *(key for key in {*old, *new} if key.startswith(unlike))}
     if now.optimizer.schedule != "constant":
         free.remove("train.steps")  # the learning rates of the steps done depend on it
     if is_there(now.data.path or ""):  # the loader's state has the digest of its data

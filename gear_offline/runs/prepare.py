@@ -162,7 +162,7 @@ def _check_collected(settings: CollectSettings, recorded: Any, what: str, path: 
     facts = {"env_options": "{}"} | (recorded if isinstance(recorded, dict) else {})
     asked: dict[str, Any] = {"env_id": settings.environment, "seed": settings.seed}
     asked["env_options"] = json.dumps(settings.environment_options)
-    if isinstance(options := facts.get("asked"), str):  # not of files that older versions wrote
+    if isinstance(options := facts.get("asked"), str):  # else another program recorded it
         facts = facts | json.loads(options)
         asked |= settings.model_dump(exclude={"environment", "environment_options", "gate"})
     # The version that was taken is recorded, of an environment that is named without one too.
@@ -231,9 +231,9 @@ def resolve(
 
     Doing it again to the result changes nothing.
     """
-    settings = typed_settings(recipe.model)
-    if recipe.model is not settings:  # with the defaults of the model's own options
-        recipe = recipe.replace({"model": settings_dump(settings) | recipe.model.model_dump()})
+    settings = settings_dump(typed_settings(recipe.model))  # with the defaults of its own options
+    options = settings | recipe.model.model_dump() | {"inherited": None}
+    recipe = recipe.replace({"model": options})
     if isinstance(dataset, JointDataset):
         resolved, sizes = _resolve_tasks(recipe, dataset, quiet=quiet)
     else:

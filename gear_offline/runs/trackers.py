@@ -27,7 +27,7 @@ from gear_offline.runs.callbacks import Callback
 from gear_offline.runs.checks import TRACKERS, check_trackers
 from gear_offline.runs.directory import RunDirectory
 from gear_offline.runs.run import Run, open_run
-from gear_offline.training.json_lines import AppendedFile, iter_records
+from gear_offline.training.json_lines import AppendedFile, read_records
 from gear_offline.training.records import EvaluationReport, MetricsRecord
 
 FILES: dict[str, tuple[str, Any]] = {  # kind of a value: its file, and what is a line of it
@@ -162,7 +162,7 @@ class Tracking(Callback):
         """Open the tracker and send what it lacks of the run's files."""
         self._tracker = find_part(TRACKERS, self._name)(run, self._project)
         for kind, (file, line) in FILES.items():
-            for record in iter_records(run.path / file):
+            for record in read_records(run.path / file):
                 line.model_validate(record)  # refuses what is no such line
                 self._show(kind, record["step"], record)
 

@@ -68,7 +68,7 @@ def shift_source(source: Source, shift: Mapping[str, int]) -> Source:
     So an action that led to its row stands at the row before.  The last rows of an episode, which
     then lack something, are left out; flags go with the largest shift.
     """
-    most, named = max(shift.values(), default=0), dict[str, int]()
+    named = dict[str, int]()
     for name, by in shift.items():
         below = [c.name for c in source.spec if c.name == name or c.name.startswith(f"{name}/")]
         if not below or not (isinstance(by, int) and 0 <= by <= MOST_SHIFT):
@@ -76,7 +76,7 @@ def shift_source(source: Source, shift: Mapping[str, int]) -> Source:
             remedy += some_names(column.name for column in source.spec)
             raise InputError("USAGE", f"shift {name}={by} cannot be made", remedy=remedy)
         named |= dict.fromkeys(below, by)
-    if not most:
+    if not (most := max(named.values(), default=0)):
         return source
     lengths, offsets = source.episodes.lengths, source.episodes.offsets
     if short := int((lengths <= most).sum()):

@@ -24,7 +24,7 @@ from gear_offline.core.text import count_text, first_line, plain, say
 from gear_offline.distributed import launched
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError, given_path
-from gear_offline.evaluation.environments import known_of
+from gear_offline.evaluation.environments import PROBED, known_of
 from gear_offline.progress import Progress
 from gear_offline.runs.checks import check_recipe, check_selection
 from gear_offline.runs.directory import check_resumed
@@ -150,8 +150,9 @@ def run_trials(
     if launched()[1] > 1:
         what, remedy = "a sweep runs in one process", "start it without torchrun"
         raise InputError("USAGE", what, remedy=remedy)
-    _check_trials(trials, parallel)
+    _check_trials(trials, parallel, quiet=quiet)
     with ExitStack() as stack:
+        stack.callback(PROBED.reset, PROBED.set({}))
         pool = None if ray is None else stack.enter_context(RayPool(ray))
         asked, directory = trials[0].recipe.train.device, SweepDirectory(out)
         device = resolve_device(asked) if pool is None else torch.device(pool.device(asked))
@@ -215,7 +216,7 @@ def run_trials(
         return _concluded(directory, file, quiet=quiet)
 
 
-def _check_trials(trials: Sequence[Trial], parallel: int | None) -> None:
+def _check_trials(trials: Sequence[Trial], parallel: int | None, *, quiet: bool) -> None:
     names = [trial.name for trial in trials]
     what, remedy = "", "give at least one value and seed, each once"
     if not trials:
@@ -228,8 +229,11 @@ def _check_trials(trials: Sequence[Trial], parallel: int | None) -> None:
         what, remedy = f"{parallel} trials at a time", "give a number from 1"
     if what:
         raise InputError("USAGE", what, remedy=remedy)
+    kinds = set[str]()
     for trial in trials:
-        check_recipe(trial.recipe, where=f"run {trial.name}")
+        kind = trial.recipe.model.kind
+        check_recipe(trial.recipe, where=f"run {trial.name}", quiet=quiet or kind in kinds)
+        kinds.add(kind)
 
 
 def _prepared(

@@ -46,14 +46,6 @@ _NAME = re.compile(r"step-([0-9]{8,19})")
 _STRICT = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class Normalisation(BaseModel):
-    """Mean and deviation of observations, S values each, in the form of older checkpoints."""
-
-    model_config = _STRICT
-    mean: tuple[float, ...]
-    std: tuple[Annotated[float, Field(ge=0)], ...]
-
-
 class SavedState(BaseModel):
     """The content of ``state.json``, less its digest."""
 
@@ -64,8 +56,7 @@ class SavedState(BaseModel):
     seconds: Annotated[float, Field(ge=0)]  # wall time of the run so far
     recipe: dict[str, Any]  # every option, resolved
     loader: dict[str, Any]  # `GearLoader.state_dict` after `step` batches
-    normalisation: Normalisation | None = None
-    window: Window | None = None
+    window: Window
     versions: dict[str, str] = Field(
         default_factory=lambda: versions("gear-offline", "torch", "transformers", "numpy")
     )
@@ -76,16 +67,6 @@ class SavedState(BaseModel):
     def shards(self) -> list[str]:
         """Names of the ranks' files, of a model that is spread over ranks."""
         return [name for name in self.files if name.startswith(f"{SHARDED}/")]
-
-    @property
-    def shown(self) -> Window:
-        """The description of windows; older checkpoints: from their recipe and `normalisation`."""
-        if self.window is not None:
-            return self.window
-        own = {name: self.recipe["loader"][name] for name in ("context_length", "returns_scale")}
-        for name, values in self.normalisation or ():
-            own[f"state_{name}"] = values
-        return Window(**own, gamma=self.recipe["loader"]["gamma"])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,12 +30,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     A line that is no record with a step, other than a torn last one, and a file that is a link or
     no regular file are ``RUN_DAMAGED``.
     """
-    return list(iter_records(path))
-
-
-def iter_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records as `read_records` does, a line at a time."""
-    return (parse_record(line, where) for line, where, _ in whole_lines(path))
+    return [parse_record(line, where) for line, where, _ in whole_lines(path)]
 
 
 def last_record(path: Path) -> dict[str, Any] | None:

@@ -227,4 +227,4 @@ def trained_model(checkpoint: Checkpoint, kind: str | None = None) -> TrainedMod
     if run.parent.name == "checkpoints":
         run = run.parent.parent
     facts = PolicyFacts(name=run.name, step=checkpoint.state.step)
-    return TrainedModel(model, checkpoint.recipe, checkpoint.state.shown, facts, run)
+    return TrainedModel(model, checkpoint.recipe, checkpoint.state.window, facts, run)
