@@ -521,7 +521,7 @@ def test_a_perceptron_sees_bytes_of_frames_as_shares() -> None:
 
 
 def test_a_perceptron_may_begin_and_bend_as_those_of_jax_do() -> None:
-    options: dict[str, Any] = {"activation": "gelu_new", "initialization": "glorot", "action_tanh": False}
+    options: dict[str, Any] = {"activation": "gelu_new", "initialization": "glorot"}
     facts = ModelFacts(state_dim=30, action_dim=5)
     layers: list[Any] = [*MLP(facts, MLPSettings(**options, hidden_size=70, layers=1)).layers]
     for layer, share in ((layers[0], 1.0), (layers[-1], 0.1)):
