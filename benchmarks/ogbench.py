@@ -4,9 +4,10 @@
     python -m benchmarks.ogbench pointmaze-medium-navigate cube-single-play --sdist ogbench-1.2.2
 
 Park et al. 2025 (arXiv:2410.20092).  The sdist of `ogbench` has the scripts that made its datasets
-and the command of each.  They run here, in as many parts as there are cores; what they write stays
-in the cache.  Each of five tasks is played for 50 episodes; an episode succeeds if its last
-step does.  A model is trained by `gear_offline.sweep`, which goes on where it was stopped.
+and the command of each.  They run here, in parts with seeds of their own; what they write stays in
+the cache (an empty `--models` does no more).  Each of five tasks is played for 50 episodes; an
+episode succeeds if its last step does.  A model is trained by `gear_offline.sweep`, which goes on
+where it was stopped.  `benchmarks.ogbench_page` makes a table and a picture of results.
 """
 
 import argparse
@@ -15,8 +16,9 @@ import os
 import runpy
 import shlex
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from importlib import metadata
+from importlib import import_module, metadata
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
@@ -25,15 +27,18 @@ from typing import Any
 import numpy as np
 import xxhash
 import yaml
+from gymnasium.utils import seeding
 from scipy import stats
 
 import gear_offline as go
 from gear_offline.core.files import write_file
 from gear_offline.core.system import machine, usable_cores
+from gear_offline.sweep.results import TrialResult
 
 EPISODES = 50  # of a task, as its paper has it
+PARTS = 50  # of a set, each with a seed of its own, however many cores there are
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "gear-offline" / "ogbench"
-# as its GCBC: goals are any later state of the episode, batches of 1,024, Adam
+# as its GCBC (docs/dev/parity.md): goals are later states of the episode, batches of 1,024, Adam
 COMMON: dict[str, Any] = {
     "loader.goals": {"future": 1.0},
     "loader.batch_size": 1024,
@@ -48,19 +53,29 @@ COMMON: dict[str, Any] = {
     "train.evaluate_every": None,
     "evaluate.episodes": EPISODES,
 }
-TRANSFORMER: dict[str, Any] = {"model.max_timestep": None}
+# of transformers; each step predicts about 1,024 actions, however long windows are
+SPANS: dict[int, dict[str, Any]] = {
+    span: {
+        "model.max_timestep": None,
+        "loader.context_length": span,
+        "loader.batch_size": round(1024 / span),
+    }
+    for span in (1, 5, 20)
+}
 MODELS: dict[str, dict[str, Any]] = {
     "gcbc": {
         "model.kind": "mlp",
         "model.condition": "goals",
         "model.layers": 3,
         "model.hidden_size": 512,
-        "model.activation": "gelu",
+        "model.activation": "gelu_new",
+        "model.initialization": "glorot",
         "loader.context_length": 1,
         "loader.normalize_states": False,
+        "train.precision": "fp32",  # bfloat16 would round a place of 20 to 0.1
     },
-    **{f"dt, K = {span}": TRANSFORMER | {"loader.context_length": span} for span in (1, 5, 20)},
-    "decoupled, K = 20": TRANSFORMER | {"model.kind": "decoupled"},
+    **{f"dt, K = {span}": options for span, options in SPANS.items()},
+    "decoupled, K = 20": SPANS[20] | {"model.kind": "decoupled"},
 }
 
 
@@ -75,11 +90,11 @@ def make(name: str, sdist: Path, cache: Path) -> Path:
         raise SystemExit(f"{name}: not in {sdist}/data_gen_scripts/commands.sh")
     _, script, *flags = shlex.split(command)
     options = dict(flag.removeprefix("--").split("=", 1) for flag in flags)
-    episodes, count = int(options["num_episodes"]), usable_cores()
-    shares = [len(part) for part in np.array_split(np.arange(episodes), count) if len(part)]
+    episodes = int(options["num_episodes"])
+    shares = [len(part) for part in np.array_split(np.arange(episodes), min(PARTS, episodes))]
     cache.mkdir(parents=True, exist_ok=True)
     parts = [cache / f"{name}-{number}.part.npz" for number in range(len(shares))]
-    with ProcessPoolExecutor(count, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(usable_cores(), get_context("spawn")) as pool:
         changes = [
             options | {"num_episodes": str(share), "save_path": str(part), "seed": str(number)}
             for number, (share, part) in enumerate(zip(shares, parts, strict=True))
@@ -103,7 +118,12 @@ def _run(folder: Path, script: str, options: dict[str, str]) -> None:
         module = sys.modules.setdefault(name, ModuleType(name))
         for each in ("SACAgent", "supply_rng", "restore_agent"):
             setattr(module, each, None)
-    np.random.seed(int(options["seed"]))  # the scripts draw from NumPy's global numbers
+    seed, fresh = int(options["seed"]), seeding.np_random
+    np.random.seed(
+        seed
+    )  # the scripts draw from NumPy's global numbers, and give no environment a seed
+    patched: Any = seeding
+    patched.np_random = lambda given=None: fresh(seed if given is None else given)
     sys.argv = [script, *(f"--{key}={value}" for key, value in options.items())]
     try:
         runpy.run_path(str(folder / script), run_name="__main__")
@@ -112,12 +132,23 @@ def _run(folder: Path, script: str, options: dict[str, str]) -> None:
             raise RuntimeError(f"{script} ended with {ended.code}") from ended
 
 
+def converted(name: str, sdist: Path, cache: Path) -> Path:
+    """Return a set's dataset, as OGBench's learners have it: without the states that ended it."""
+    source, data = make(name, sdist, cache), cache / name
+    if not data.exists():
+        loaded = import_module("ogbench").load_dataset(source)
+        columns = {key: loaded[key] for key in ("observations", "actions", "terminals")}
+        made = go.from_arrays(columns, rule="terminals-as-truncations", name=source.name)
+        go.convert(made, data)
+    return data
+
+
 def measure(
     names: list[str],
     models: list[str],
     *,
     sdist: Path,
-    seeds: int,
+    seeds: list[int],
     out: Path,
     cache: Path,
     options: list[str],
@@ -130,47 +161,63 @@ def measure(
         "ogbench": metadata.version("ogbench"),
         "results": rows,
     }
+    words = {key: yaml.safe_load(value) for key, value in (w.split("=", 1) for w in options)}
     for name in names:
-        source, data = make(name, sdist, cache), cache / name
-        if not data.exists():
-            go.convert(source, data)
-        digest = xxhash.xxh3_128_hexdigest(source.read_bytes())
-        place: dict[str, Any] = {"data.path": data, "data.source": source}
+        place: dict[str, Any] = {"data.path": converted(name, sdist, cache)}
         place["evaluate.environment"] = f"ogbench:{name.rsplit('-', 1)[0]}-v0"
+        content = make(name, sdist, cache).read_bytes()
         for model in models:
-            changes = COMMON | MODELS[model] | place
-            words = {k: yaml.safe_load(v) for k, v in (word.split("=", 1) for word in options)}
             folder = out.with_suffix("") / name / model.replace(" ", "").replace(",", "-")
-            result = go.sweep("paper", changes | words, seeds=seeds, out=folder)
-            shares = [played(trial.path) for trial in result.trials]
-            row: dict[str, Any] = {"set": name, "model": model, "digest": digest, "success": shares}
-            row |= {"mean": float(np.mean(shares)), "interval": interval(shares)}
-            rows.append(row)
+            changes = COMMON | MODELS[model] | place | words
+            result = go.sweep("paper", changes, seeds=seeds, out=folder)
+            row = {"set": name, "digest": xxhash.xxh3_128_hexdigest(content), "model": model}
+            rows.append(row | outcome(result.trials))
             write_file(out, json.dumps(document, indent=1).encode())
-            print({key: row[key] for key in ("set", "model", "mean", "interval")}, flush=True)
+            print(f"{name}, {model}: {text_of(rows[-1]['success'])}", flush=True)
     return document
 
 
-def played(path: Path) -> float:
-    """Return the share of successes of a run's last evaluation."""
-    last = go.Run(path).last
-    if last is None or last.mean_return is None:
-        raise SystemExit(f"{path} has no evaluation: see its log, and start the same command again")
-    return last.mean_return
+def outcome(trials: Sequence[TrialResult]) -> dict[str, Any]:
+    """Return success, of all tasks and of each, and loss of the last step, over seeds."""
+    if missing := [t.path for t in trials if t.last is None or t.last.mean_return is None]:
+        where = f"{missing[0]} has no evaluation"
+        raise SystemExit(f"{where}: see its log, and start the same command again")
+    reports = [trial.last for trial in trials if trial.last is not None]
+    return {
+        "steps": trials[0].trial.recipe.train.steps,
+        "batch_size": trials[0].trial.recipe.loader.batch_size,
+        "seeds": [trial.trial.recipe.seed for trial in trials],
+        "success": [report.mean_return for report in reports],
+        "tasks": [[task.mean_return for task in report.targets] for report in reports],
+        "loss": [trial.curves["loss"][max(trial.curves["loss"])] for trial in trials],
+        "curve": [trial.curves["return"] for trial in trials],
+    }
 
 
-def interval(shares: list[float]) -> list[float]:
+def listed(seeds: list[int]) -> list[int]:
+    """Return seeds that are given as their number or each."""
+    return seeds if len(seeds) > 1 else list(range(*seeds))
+
+
+def interval(shares: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % Student t interval of a mean over seeds."""
     low, high = stats.ttest_1samp(shares, 0.0).confidence_interval()
-    return [float(low), float(high)]
+    return float(low), float(high)
+
+
+def text_of(shares: Sequence[float], digits: int = 1, scale: float = 100.0) -> str:
+    """Return a mean and its interval, shares in percent."""
+    mean = float(np.mean(shares))
+    half = interval(shares)[1] - mean if len(shares) > 2 else float("nan")
+    return f"{scale * mean:.{digits}f}" + (f" ± {scale * half:.{digits}f}" if half == half else "")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="options of the recipe may follow: KEY=VALUE")
     parser.add_argument("sets", nargs="+", metavar="SET", help="pointmaze-medium-navigate ...")
     parser.add_argument("--sdist", type=Path, required=True, help="unpacked sdist of ogbench")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[8], help="their number, or each")
     parser.add_argument("--cache", type=Path, default=CACHE)
     parser.add_argument("--out", type=Path, default=Path("ogbench.json"))
     chosen, words = parser.parse_known_args()
@@ -180,7 +227,7 @@ if __name__ == "__main__":
         sets,
         chosen.models,
         sdist=chosen.sdist,
-        seeds=chosen.seeds,
+        seeds=listed(chosen.seeds),
         out=chosen.out,
         cache=chosen.cache,
         options=words,

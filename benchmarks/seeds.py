@@ -1,7 +1,9 @@
 """The verdicts that fewer seeds would have given: power, and how often they say the opposite.
 
     gear-offline strategies hopper-medium --train --seeds 100 --out many
-    python -m benchmarks.seeds many --out many/seeds
+    python -m benchmarks.seeds many --out docs/studies/many
+
+It writes MANY.json and MANY.png, and prints the table of a page.
 
 Each setting of a ``strategies.json`` has pairs with the baseline, one a seed.  From them so many
 pairs as a smaller study has are drawn without replacement, again and again, and tested as the
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ import numpy.typing as npt
 from matplotlib.figure import Figure
 from scipy import stats
 
+from gear_offline import plots
 from gear_offline.core.files import write_file
 
 SIZES = (3, 5, 8, 10, 15, 20, 30, 50)
@@ -76,28 +80,58 @@ def study(document: dict[str, Any]) -> list[dict[str, Any]]:
         enough = [size for size, share in by_size.items() if share["right"] >= POWER]
         row = {"setting": other["label"], "baseline": baseline["label"], "pairs": len(differences)}
         row |= {"mean": float(np.mean(differences)), "sd": float(np.std(differences, ddof=1))}
+        row |= {"final": other["final"], "versus": other["versus"]}
         rows.append(row | {"enough": min(enough, default=None), "studies": by_size})
     return rows
 
 
 def plot(rows: list[dict[str, Any]]) -> Figure:
-    """Draw the power and the share of opposite means by the number of seeds."""
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    power, opposite = figure.subplots(1, 2)
-    for row in rows:
-        sizes = list(row["studies"])
-        for axes, key in ((power, "right"), (opposite, "opposite")):
-            shown = [row["studies"][size][key] for size in sizes]
-            axes.plot(sizes, shown, marker=".", label=row["setting"])
-    power.axhline(POWER, color="grey", lw=0.8, ls=":")
-    power.set_title("found, with the right sign")
-    opposite.set_title("mean of the opposite sign")
-    for axes in (power, opposite):
-        axes.set_xlabel("seeds")
-        axes.set_ylim(0, None)
-        axes.spines[["top", "right"]].set_visible(False)
-    opposite.legend(frameon=False, fontsize=8)
+    """Draw the differences and, of those that all pairs show, the power by the number of seeds."""
+    figure = plots.new_figure()
+    left, right = figure.subplots(1, 2)
+    colours = cycle(plots.SERIES)
+    for place, row in enumerate(rows):
+        versus, shows = row["versus"], row["versus"]["verdict"] in ("higher", "lower")
+        colour = next(colours) if shows else plots.GREY
+        left.plot([versus["low"], versus["high"]], [place] * 2, color=colour, linewidth=1.8)
+        left.plot(row["mean"], place, marker="o", markersize=5, color=colour)
+        if shows:
+            shares = [study["right"] for study in row["studies"].values()]
+            right.plot(list(row["studies"]), shares, marker="o", markersize=4, color=colour)
+    left.axvline(0, color=plots.GREY, linewidth=0.8)
+    left.set_yticks(range(len(rows)), [plots.shown(row["setting"], 24) for row in rows])
+    left.invert_yaxis()
+    plots.dress(left, x="difference of returns, 95 %")
+    left.grid(visible=False)
+    plots.dress(right, x="seeds", y="studies that find the difference")
+    right.axhline(POWER, color=plots.GREY, linewidth=0.8, linestyle=":")
+    right.set_ylim(0, 1.03)
     return figure
+
+
+def table(baseline: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """Return the table of a page, in Markdown."""
+    lines = [
+        "| strategy | return (95 %) | difference (95 %) | p, Holm | seeds for a power of 80 % "
+        "| five seeds: significant | opposite sign | both |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        f"| {baseline['label']}, the baseline | {_mean(baseline['final'])} | | | | | | |",
+    ]
+    for row in rows:
+        versus, five = row["versus"], row["studies"].get(5)
+        shows = versus["verdict"] in ("higher", "lower")
+        mean = f"{row['mean']:+,.0f} ({versus['low']:+,.0f} to {versus['high']:+,.0f})"
+        cells = [row["setting"], _mean(row["final"]), f"**{mean}**" if shows else mean]
+        cells += [f"{versus['holm_p']:.2g}", *[""] * 4]
+        if shows and five:
+            shares = (f"{five[key]:.1%}" for key in ("right", "opposite", "wrong"))
+            cells[4:] = [str(row["enough"] or "more"), *shares]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _mean(estimate: dict[str, Any]) -> str:
+    return f"{estimate['mean']:,.0f} ± {estimate['half']:,.0f}"
 
 
 if __name__ == "__main__":
@@ -107,17 +141,9 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     comparison = json.loads((arguments.folder / "strategies.json").read_text())
     results = study(comparison)
-    document = {
-        "recipe": comparison["recipe"],
-        "machine": comparison["machine"],
-        "results": results,
-    }
-    write_file(arguments.out.with_suffix(".json"), json.dumps(document, indent=1).encode())
-    plot(results).savefig(arguments.out.with_suffix(".png"), dpi=110)
-    for row in results:
-        five = row["studies"].get(5)
-        print(
-            f"{row['setting']}: {row['mean']:+,.1f} ± {row['sd']:,.1f} over {row['pairs']} pairs, "
-            f"{row['enough'] or 'more'} seeds for a power of {POWER}"
-            + (f"; five say the opposite in {five['opposite']:.1%}" if five else "")
-        )
+    baseline = comparison["outcomes"][0]
+    document = {key: comparison[key] for key in ("recipe", "machine")}
+    document |= {"baseline": baseline, "results": results}
+    write_file(arguments.out.with_suffix(".json"), json.dumps(document).encode())
+    plots.save_figure(plot(results), arguments.out.with_suffix(".png"))
+    print(table(baseline, results))

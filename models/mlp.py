@@ -10,7 +10,7 @@ Shape legend: B windows, K steps, H steps of history, S state elements, A action
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +21,13 @@ from gear_offline.config.sections import MLPSettings
 from gear_offline.errors import InputError
 from gear_offline.models.base import ModelFacts, SequenceModel
 
-ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh}
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "gelu_new": lambda: nn.GELU("tanh"),
+    "silu": nn.SiLU,
+    "tanh": nn.Tanh,
+}
 
 
 class MLP(SequenceModel):
@@ -47,6 +53,11 @@ class MLP(SequenceModel):
         for inside, outside in pairwise(sizes):
             layers += [nn.Linear(inside, outside), activation(), nn.Dropout(settings.dropout)]
         self.layers = nn.Sequential(*layers, nn.Linear(width, facts.action_dim))
+        if settings.initialization == "glorot":
+            for layer in self.layers:
+                if isinstance(layer, nn.Linear):
+                    nn.init.xavier_uniform_(layer.weight, 0.1 if layer is self.layers[-1] else 1.0)
+                    nn.init.zeros_(layer.bias)
 
     def predict(self, batch: Any) -> Tensor:
         """Return the actions of each step, (B, K, A), logits of discrete ones."""

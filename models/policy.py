@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -270,7 +271,6 @@ class Policy:
             with telling_model(self.model, "capturing act() as a CUDA graph", remedy):
                 self._graph = _Graph(self)
 
-    @torch.inference_mode()
     def act(
         self,
         observations: Observations,
@@ -304,6 +304,20 @@ class Policy:
             ``MODEL`` for wrong shapes, observations that are not finite, an environment
             that still waits for a reward, or a generator of a policy that is not stochastic.
         """
+        return self.ask(observations, indices, generator=generator)()
+
+    @torch.inference_mode()
+    def ask(
+        self,
+        observations: Observations,
+        indices: npt.ArrayLike | None = None,
+        *,
+        generator: np.random.Generator | None = None,
+    ) -> Callable[[], Array]:
+        """Do as `act`, but return a function that waits for the actions: call it before the next.
+
+        Meanwhile a GPU may compute those of other policies, too.
+        """
         if generator is not None and not self.stochastic:
             raise InputError("MODEL", "the policy draws no actions: it is deterministic")
         chosen = self._chosen(indices)
@@ -316,7 +330,7 @@ class Policy:
             asked = self.window.columns[0].states(left)
         numbers = np.concatenate([np.stack([chosen, steps], 1), self._done[chosen], asked], axis=1)
         if self._graph is not None and generator is None:
-            actions = self._graph.replay(numbers, seen)
+            wait = self._graph.launch(numbers, seen)
         else:
             noise: Tensor | float = 0.0
             if generator is not None:
@@ -330,10 +344,16 @@ class Policy:
             states = {name: torch.from_numpy(rows).to(self.device) for name, rows in seen.items()}
             with telling_model(self.model, "act()"):
                 actions = np.asarray(self._step(now, states, filled, noise).cpu().numpy())
-        self._done[chosen] = actions.reshape(len(chosen), -1)
-        self._waiting[chosen] = True
-        self._steps[chosen] += 1
-        return actions
+            wait = partial(np.asarray, actions)
+
+        def finish() -> Array:
+            actions = wait()
+            self._done[chosen] = actions.reshape(len(chosen), -1)
+            self._waiting[chosen] = True
+            self._steps[chosen] += 1
+            return actions
+
+        return finish
 
     def _seen(self, observations: Observations, count: int) -> dict[str, Array]:
         """Return observations as the model takes them: vectors (n, S), or frames (n, *frame)."""
@@ -468,41 +488,54 @@ def acted(
 
 
 class _Graph:
-    """`Policy._step` of all environments as one CUDA graph, on a stream of its own."""
+    """`Policy._step` of all environments as one CUDA graph, on a stream of its own.
+
+    It begins and ends with copies between page-locked host memory and the GPU's.
+    """
 
     def __init__(self, policy: Policy) -> None:
         count, device, length = policy.environments, policy.device, policy.context_length
         _, done, asked, _ = policy._widths
-        self._numbers = torch.zeros((count, 2 + done + asked), dtype=torch.float64, device=device)
+        rows: list[tuple[tuple[int, ...], torch.dtype]] = [((2 + done + asked,), torch.float64)]
+        rows += [(column.shape, _type(column)) for column in policy.columns.values()]
+        host = [torch.zeros((count, *row), dtype=kind, pin_memory=True) for row, kind in rows]
+        self._numbers, *seen = (tensor.numpy() for tensor in host)
+        self._seen = dict(zip(policy.columns, seen, strict=True))
         self._numbers[:, 0] = self._nobody = count
-        self._seen = {
-            name: torch.zeros((count, *column.shape), dtype=_type(column), device=device)
-            for name, column in policy.columns.items()
-        }
         self._graph: Any = torch.cuda.CUDAGraph()
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+        def step() -> Tensor:
+            numbers, *seen = (each.to(device, non_blocking=True) for each in host)
+            return policy._step(numbers, dict(zip(policy.columns, seen, strict=True)), length, 0.0)
+
         self._stream.wait_stream(torch.cuda.current_stream(device))
         precision = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high")
         try:
             with torch.cuda.stream(self._stream):
                 for _ in range(2):  # libraries choose their algorithms and allocate
-                    policy._step(self._numbers, self._seen, length, 0.0)
+                    actions = step()
+                self._actions = torch.empty(actions.shape, dtype=actions.dtype, pin_memory=True)
                 with capturing(self._graph, self._stream):
-                    self._actions = policy._step(self._numbers, self._seen, length, 0.0)
+                    self._actions.copy_(step(), non_blocking=True)
         finally:
             torch.set_float32_matmul_precision(precision)
 
-    def replay(self, numbers: Array, seen: Mapping[str, Array]) -> Array:
+    def launch(self, numbers: Array, seen: Mapping[str, Array]) -> Callable[[], Array]:
         """Do `Policy._step` for some environments; the others' rows are nobody's."""
         count = len(numbers)
+        self._numbers[:count], self._numbers[count:, 0] = numbers, self._nobody
+        for name, rows in seen.items():
+            self._seen[name][:count] = rows
         with torch.cuda.stream(self._stream):
-            self._numbers[:count].copy_(torch.from_numpy(numbers))
-            self._numbers[count:, 0] = self._nobody
-            for name, rows in seen.items():
-                self._seen[name][:count].copy_(torch.from_numpy(rows))
             self._graph.replay()
-            return np.asarray(self._actions[:count].cpu().numpy())
+
+        def wait() -> Array:
+            self._stream.synchronize()
+            return np.array(self._actions[:count].numpy())
+
+        return wait
 
 
 def _leaves(observations: Any, path: str = "") -> Iterator[tuple[str, Any]]:

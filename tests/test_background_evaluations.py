@@ -169,9 +169,9 @@ FULL = OSError(11, "Resource temporarily unavailable")
 @pytest.mark.parametrize(
     ("mode", "place", "error", "recorded"),
     [
-        ("on", (Policy, "act"), NAN, "NaN"),
-        ("off", (Policy, "act"), NAN, "NaN"),
-        ("off", (Policy, "act"), ZeroDivisionError(), ""),
+        ("on", (Policy, "ask"), NAN, "NaN"),
+        ("off", (Policy, "ask"), NAN, "NaN"),
+        ("off", (Policy, "ask"), ZeroDivisionError(), ""),
         ("on", (subprocess, "Popen"), FULL, "cannot be started"),
         ("on", None, None, "WORKER_LOST"),
     ],

@@ -11,6 +11,7 @@ from scipy import stats
 
 import benchmarks.__main__ as command
 from benchmarks import common, growth, loader_peers
+from benchmarks import seeds as many_seeds
 from benchmarks.parity import (
     OURS,
     RELEASED,
@@ -21,7 +22,6 @@ from benchmarks.parity import (
     parse,
     table,
 )
-from benchmarks.seeds import plot, shares, study
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.loaders.loader import GearLoader
 from tests.support import make_dataset
@@ -157,19 +157,25 @@ def test_smaller_studies_have_the_power_of_the_noncentral_t(effect: float) -> No
     pairs, edge = 10, stats.t.ppf(0.975, 9)
     power = 1 - stats.nct.cdf(edge, 9, effect * np.sqrt(pairs)) if effect else 0.025
     opposite = stats.norm.cdf(-effect * np.sqrt(pairs))
-    found = shares(-values, pairs, studies=2_000)  # the sign of the truth does not matter
+    found = many_seeds.shares(
+        -values, pairs, studies=2_000
+    )  # the sign of the truth does not matter
     assert found["right"] == pytest.approx(power, abs=0.03)
     assert found["opposite"] == pytest.approx(opposite, abs=0.03) and found["wrong"] < 0.04
 
 
 def test_pairs_of_a_study_are_of_one_seed() -> None:
     def outcome(label: str, seeds: list[int], values: list[float]) -> dict[str, Any]:
-        return {"label": label, "seeds": seeds, "final": {"values": values}}
+        final = {"values": values, "mean": 45.0, "half": 21.7}
+        versus = {"low": 1.0, "high": 1.0, "holm_p": 0.01, "verdict": "higher"}
+        return {"label": label, "seeds": seeds, "final": final, "versus": versus}
 
     seeds = list(range(10))
     base = outcome("a", seeds, [10.0 * seed for seed in seeds])
     better = outcome("b", seeds[::-1], [10.0 * seed + 1 for seed in seeds[::-1]])
-    (row,) = study({"outcomes": [base, better, {"label": "c", "final": None}]})
+    (row,) = many_seeds.study({"outcomes": [base, better, {"label": "c", "final": None}]})
     assert (row["mean"], row["sd"], row["pairs"]) == (1.0, 0.0, 10)
     assert row["enough"] == 3 and row["studies"][5]["opposite"] == 0.0
-    plot([row])
+    many_seeds.plot([row])
+    line = "| b | 45 ± 22 | **+1 (+1 to +1)** | 0.01 | 3 | 100.0% | 0.0% | 0.0% |"
+    assert many_seeds.table(base, [row]).splitlines()[-1] == line

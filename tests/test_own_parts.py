@@ -150,7 +150,12 @@ def test_a_changed_file_is_told_with_what_to_type(own: Path, monkeypatch: Patch)
 
 OURS: dict[str, dict[str, Any]] = {
     "bc": {"model.kind": "mlp", "model.history": 3, "selection.strategy": "top_percent"},
-    "rvs": {"model.kind": "mlp", "model.condition": "returns"},
+    "rvs": {
+        "model.kind": "mlp",
+        "model.condition": "returns",
+        "model.activation": "gelu_new",
+        "model.initialization": "glorot",
+    },
     "decoupled": {"model.kind": "decoupled", "model.layers": 2, "model.hidden_size": 16},
 }
 
@@ -513,6 +518,18 @@ def test_a_perceptron_sees_bytes_of_frames_as_shares() -> None:
     batch = SimpleNamespace(states={"camera": camera, "at": at}, attention_mask=torch.ones(2, 4))
     expected = model.layers(torch.cat([camera.flatten(2) / 255.0, at], -1))
     torch.testing.assert_close(model.predict(batch), expected)
+
+
+def test_a_perceptron_may_begin_and_bend_as_those_of_jax_do() -> None:
+    options: dict[str, Any] = {"activation": "gelu_new", "initialization": "glorot"}
+    facts = ModelFacts(state_dim=30, action_dim=5)
+    layers: list[Any] = [*MLP(facts, MLPSettings(**options, hidden_size=70, layers=1)).layers]
+    for layer, share in ((layers[0], 1.0), (layers[-1], 0.1)):
+        bound = share * (6 / (layer.in_features + layer.out_features)) ** 0.5
+        assert 0.9 * bound < layer.weight.abs().max() <= bound and not layer.bias.any()
+    x = np.linspace(-3, 3, 64)
+    expected = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    np.testing.assert_allclose(layers[1](torch.from_numpy(x)), expected, rtol=1e-9)
 
 
 def test_a_class_of_a_file_is_no_version_of_what_it_registers(own: Path, capsys: Captured) -> None:

@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import gymnasium
 import psutil
 import pytest
 import torch
@@ -119,6 +121,17 @@ def test_reports_of_runs_that_share_a_process_are_written_at_the_end(
     assert "s0: there is no report: no fonts" in capfd.readouterr().err
     sweep(recipe.replace({"train.steps": 22}), seeds=2, out=out, parallel=1, quiet=True)
     assert written[3:] == ["s0", "s1"], "of the new end"
+
+
+@pytest.mark.usefixtures("untrained")
+def test_an_environment_is_looked_at_once_a_call_however_many_runs_play_in_it(
+    recipe: Recipe, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    make = Mock(side_effect=gymnasium.make)
+    monkeypatch.setattr(gymnasium, "make", make)
+    for calls, seeds in enumerate((2, 5), start=1):
+        sweep(recipe, seeds=seeds, out=tmp_path / "sweep", parallel=1, quiet=True)
+        assert make.call_count == calls
 
 
 @pytest.mark.usefixtures("untrained")

@@ -433,8 +433,10 @@ class MLPSettings(ModelSettings):
     """Width of the layers."""
     layers: Annotated[Whole, Field(ge=1, le=1000)] = 2
     """Hidden layers."""
-    activation: Literal["relu", "gelu", "silu", "tanh"] = "relu"
-    """Activation between the layers."""
+    activation: Literal["relu", "gelu", "silu", "tanh", "gelu_new"] = "relu"
+    """Activation between the layers; gelu_new: by the tangent, as JAX has it."""
+    initialization: Literal["torch", "glorot"] = "torch"
+    """First weights; glorot: uniform ones, the last layer's a tenth, as OGBench's actors have."""
     dropout: Fraction = 0.1
     """Probability of dropout behind each layer."""
     action_tanh: bool | Literal["auto"] = "auto"

@@ -89,10 +89,13 @@ def versions(*packages: str) -> dict[str, str]:
     numbers = {}
     for package in packages:
         with suppress(PackageNotFoundError):
-            numbers[package] = version(package)
+            numbers[package] = _version(package)
     if "gear-offline" in numbers and (commit := _commit()):
         numbers["gear-offline"] += f"+{commit}"
     return numbers
+
+
+_version = cache(version)  # parsing a package's metadata takes milliseconds
 
 
 @cache

@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -207,7 +208,7 @@ def play_together(
     """
     results = dict[int, Played | Exception]()
     while len(results) < len(players):
-        for number, player in enumerate(players):
+        for number, player in [*enumerate(players)] * 2:  # all ask before one waits for its actions
             if number not in results:
                 try:
                     next(player)
@@ -232,7 +233,8 @@ def turns(
 ) -> Generator[None, None, Episodes]:
     """Play episode i with ``seeds[i]`` and ``targets[i]``, for every i, to its end.
 
-    Yields whenever its `slots`, by default all, are to do what is in them.  Where the environments
+    Yields by turns while the policy chooses its actions, and when its `slots`, by default all, are
+    to do what is in them.  Where the environments
     have goals, targets are numbers of tasks.  Episodes are cut after the environment's own limit,
     or 10,000 steps.  The first `keep_actions` episodes keep their actions.  `on_episode` is
     told how many episodes have ended, whenever some have.
@@ -271,8 +273,13 @@ def turns(
                 on_episode(int(over.sum()))
         active = np.flatnonzero(playing >= 0)
         if active.size:
-            chosen = finite_actions(policy.act(slots["observation"][active], active))
-            slots["action"][active] = facts.bounded(chosen)
+            ask: Any = partial(partial, policy.act)
+            if isinstance(policy, Policy) and type(policy).act is Policy.act:
+                ask = policy.ask
+            actions = ask(slots["observation"][active], active)
+        yield
+        if active.size:
+            slots["action"][active] = facts.bounded(finite_actions(actions()))
             slots["todo"][active] = TO_STEP
             for slot in active[playing[active] < keep_actions]:
                 kept[playing[slot]].append(slots["action"][slot].copy())

@@ -24,7 +24,7 @@ from gear_offline.core.text import count_text, first_line, plain, say
 from gear_offline.distributed import launched
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError, given_path
-from gear_offline.evaluation.environments import known_of
+from gear_offline.evaluation.environments import PROBED, known_of
 from gear_offline.progress import Progress
 from gear_offline.runs.checks import check_recipe, check_selection
 from gear_offline.runs.directory import check_resumed
@@ -152,6 +152,7 @@ def run_trials(
         raise InputError("USAGE", what, remedy=remedy)
     _check_trials(trials, parallel, quiet=quiet)
     with ExitStack() as stack:
+        stack.callback(PROBED.reset, PROBED.set({}))
         pool = None if ray is None else stack.enter_context(RayPool(ray))
         asked, directory = trials[0].recipe.train.device, SweepDirectory(out)
         device = resolve_device(asked) if pool is None else torch.device(pool.device(asked))

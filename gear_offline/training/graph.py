@@ -92,7 +92,8 @@ def start_compilers() -> None:
 class RunPart:
     """One run's part of a captured step: its batch, its update, its losses and norms.
 
-    `batches` are made from number `batch` on, for the step to come, `step`.
+    `batches` are made from number `batch` on, for the step to come, `step`.  A GPU makes one in
+    `fill_seconds`, which are measured if None.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class RunPart:
         *,
         step: int,
         batch: int,
+        fill_seconds: float | None = None,
     ) -> None:
         assert optimizer.on_device is not None, "made with captured=True"
         self.optimizer, self.batches, self._window = optimizer, batches, window.rows
@@ -112,7 +114,7 @@ class RunPart:
         self._row = torch.full((1,), window.filled, dtype=torch.int64, device=device)
         self._index = torch.full((1,), step, dtype=torch.int64, device=device)
         self._batch = batch
-        self._fill_seconds = _time_fill(batches, batch)
+        self.fill_seconds = _time_fill(batches, batch) if fill_seconds is None else fill_seconds
 
     def update(self, loss: Tensor) -> Update:
         """Return the update, which clips, steps the optimiser, notes loss and norm, and counts."""
@@ -135,7 +137,7 @@ class RunPart:
 
         Where batches are fetched a step ahead, it is the last step's wait for a late one.
         """
-        return self.batches.waited_seconds() if self.batches.ahead else self._fill_seconds
+        return self.batches.waited_seconds() if self.batches.ahead else self.fill_seconds
 
     def begin_window(self) -> None:
         """Write the next step's loss and norm to row 0 again."""
@@ -222,15 +224,15 @@ def warm_up(run: Callable[[], None], device: torch.device) -> None:
         for _ in range(WARM_UPS):
             run()
     torch.cuda.current_stream().wait_stream(stream)
+    # The first call of an operator leaves its part of the autograd graph in a cycle, and with
+    # it gradients that belong to the stream of the warm-up.
+    gc.collect()
     torch.cuda.set_rng_state(random, device)
     torch.set_rng_state(cpu_random)
 
 
 def capture(run: Callable[[], None]) -> Any:
     """Return a CUDA graph of what `run` launches."""
-    # The first call of an operator leaves its part of the autograd graph in a cycle, and with
-    # it gradients that belong to the stream of the warm-up.
-    gc.collect()
     graph = torch.cuda.CUDAGraph()
     with capturing(graph, _own_stream()):
         run()

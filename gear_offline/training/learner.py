@@ -281,9 +281,12 @@ class Learner:
         self.step += 1
         self.window.count()
 
-    def join(self, windows: Sequence[Windows] = ()) -> RunPart:
+    def join(
+        self, windows: Sequence[Windows] = (), *, fill_seconds: float | None = None
+    ) -> RunPart:
         """Return this learner's part of a captured step, whose batches lie in `windows` if given.
 
+        `fill_seconds` are those of another run's batches of the same shape, not measured again.
         Who captures it together with others' steps calls `count_replay` after each launch.
         """
         self._part = RunPart(
@@ -292,6 +295,7 @@ class Learner:
             self.window,
             step=self.step,
             batch=self.loader.step,
+            fill_seconds=fill_seconds,
         )
         return self._part
 

@@ -10,6 +10,7 @@ Of a model that is spread over ranks each rank writes its own part.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import shutil
 import threading
@@ -17,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 SHARD_PREFIX = "shard/"  # of what each rank writes for itself
 ROOM_SHARE = 0.5  # of the free GPU memory that a copy may take
 STAGED_BYTES = 64 << 20  # of GPU memory that go to the host at once
+LINE = 64  # bytes: copies begin at cache lines
 
 
 class Saver:
@@ -252,51 +255,65 @@ def _snapshot(
     On the CPU they are cloned.  On a GPU the copies are enqueued behind the steps so far, and the
     host goes on: to GPU memory where there is room, else to page-locked host memory.
     """
-    has_room = device.type == "cpu" or _has_room(device, tensors)
-    copies = {name: _copy(tensor.detach(), has_room) for name, tensor in tensors.items()}
+    tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+    on_gpu = {name: tensor for name, tensor in tensors.items() if tensor.is_cuda}
+    copies = {
+        name: tensor.clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+        if name not in on_gpu
+    }
     if device.type == "cpu":
         return lambda: copies
+    sizes = [tensor.numel() * tensor.element_size() for tensor in on_gpu.values()]
+    *places, total = accumulate((-(-size // LINE) * LINE for size in sizes), initial=0)
+    made = [_room(device, total)]
+
+    def parts(memory: Tensor) -> dict[str, Tensor]:
+        return {
+            name: memory[place : place + size].view(tensor.dtype).view(tensor.shape)
+            for (name, tensor), place, size in zip(on_gpu.items(), places, sizes, strict=True)
+        }
+
+    alike: dict[torch.dtype, list[str]] = {}
+    for name, tensor in on_gpu.items():
+        alike.setdefault(tensor.dtype, []).append(name)
+    copied = parts(made[0])
+    for names in alike.values():  # one launch for many tensors
+        torch._foreach_copy_([copied[n] for n in names], [on_gpu[n] for n in names], True)
     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
 
     def on_host() -> dict[str, Tensor]:
         event.synchronize()
-        return _fetch(copies, device)
+        return copies | parts(_fetched(made.pop(), device))
 
     return on_host
 
 
-def _has_room(device: torch.device, tensors: Mapping[str, Tensor]) -> bool:
-    """Return true if copies leave half of the memory that is free on `device`."""
-    wanted = sum(t.numel() * t.element_size() for t in tensors.values() if t.is_cuda)
+def _room(device: torch.device, nbytes: int) -> Tensor:
+    """Return memory for copies: the GPU's if half of what is free there stays free."""
     free = torch.cuda.mem_get_info(device)[0]
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return wanted <= ROOM_SHARE * (free + kept)
+    if nbytes <= ROOM_SHARE * (free + kept):
+        with contextlib.suppress(torch.cuda.OutOfMemoryError):  # what is free is in pieces
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
-def _copy(tensor: Tensor, has_room: bool) -> Tensor:
-    if tensor.is_cuda and not has_room:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _fetch(copies: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Take all out of `copies`, those of a GPU fetched without its other streams."""
+def _fetched(memory: Tensor, device: torch.device) -> Tensor:
+    """Return bytes in host memory, those of a GPU fetched without its other streams."""
+    if not memory.is_cuda:
+        return memory
     # On the default stream each fetch would wait for all the steps launched by then.  Streams of
     # high priority are others than those that training and captures get from torch.
     stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-    staged = torch.empty(STAGED_BYTES, dtype=torch.uint8, pin_memory=True)
-    fetched = {}
+    size = max(1, min(STAGED_BYTES, len(memory)))
+    staged = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    fetched = torch.empty(len(memory), dtype=torch.uint8)
     with torch.cuda.stream(stream):
-        for name in list(copies):
-            tensor = fetched[name] = copies.pop(name)
-            if tensor.is_cuda:
-                host = fetched[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-                flat = (memory.reshape(-1).view(torch.uint8) for memory in (tensor, host))
-                pieces = (torch.split(row, STAGED_BYTES) for row in flat)
-                for source, place in zip(*pieces, strict=True):
-                    staged[: len(source)].copy_(source, non_blocking=True)
-                    stream.synchronize()
-                    place.copy_(staged[: len(source)])
+        pieces = (torch.split(each, size) for each in (memory, fetched))
+        for source, place in zip(*pieces, strict=True):
+            staged[: len(source)].copy_(source, non_blocking=True)
+            stream.synchronize()
+            place.copy_(staged[: len(source)])
     return fetched

@@ -25,7 +25,7 @@ from gear_offline.models.loss import TrainingBatch
 from gear_offline.models.stacked import StackedModels
 from gear_offline.training.cost import is_compiled
 from gear_offline.training.gradients import COMPILE
-from gear_offline.training.graph import capture, warm_up
+from gear_offline.training.graph import RunPart, capture, warm_up
 from gear_offline.training.learner import Learner
 
 
@@ -142,7 +142,10 @@ class CapturedStack:
         self._gradients, self._device = gradients, learners[0].device
         loader = learners[0].loader
         places, self._batch = side_by_side(loader.engines, len(learners), loader.padding)
-        self._parts = [learner.join(place) for learner, place in zip(learners, places, strict=True)]
+        self._parts: list[RunPart] = []
+        for learner, place in zip(learners, places, strict=True):
+            known = self._parts[0].fill_seconds if self._parts else None
+            self._parts.append(learner.join(place, fill_seconds=known))
         self._streams: list[Any] = [
             torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             for _ in learners

@@ -1,0 +1,87 @@
+"""The table and the picture of results of `benchmarks.ogbench` and `benchmarks.gcbc`.
+
+    python -m benchmarks.ogbench_page ogbench.json gcbc.json --out docs/studies/ogbench
+
+Seeds of one model in several files are joined.  Shares of successes are in percent, with the 95 %
+Student t interval over seeds.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from benchmarks.ogbench import MODELS, interval, text_of
+from gear_offline import plots
+
+JOINED = ("seeds", "success", "tasks", "loss", "curve")
+Row = dict[str, Any]
+
+
+def join(documents: Sequence[dict[str, Any]]) -> list[Row]:
+    """Return a row a set, model and number of steps, with the seeds of all."""
+    rows = dict[tuple[Any, ...], Row]()
+    for row in (row for document in documents for row in document["results"]):
+        key = row["set"], row["model"], row["steps"]
+        if key not in rows:
+            rows[key] = row | {name: [] for name in JOINED}
+        for name in JOINED:
+            rows[key][name] = rows[key][name] + row.get(name, [])
+    order = ["gcbc of OGBench", *MODELS]
+    return sorted(rows.values(), key=lambda r: (r["set"], order.index(r["model"]), r["steps"]))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return rows as Markdown: success of all tasks, of each, and loss."""
+    tasks = max(len(row["tasks"][0]) for row in rows)
+    heads = [
+        "set",
+        "model",
+        "steps",
+        "seeds",
+        "success, %",
+        *(f"task {n + 1}" for n in range(tasks)),
+    ]
+    lines = [f"| {' | '.join([*heads, 'loss'])} |", f"|---|---|{'---:|' * (len(heads) - 1)}"]
+    for row in rows:
+        each = [f"{100 * share:.0f}" for share in np.mean(row["tasks"], axis=0)]
+        cells = [row["set"], row["model"], f"{row['steps']:,}", str(len(row["seeds"]))]
+        cells += [text_of(row["success"]), *each, text_of(row["loss"], digits=4, scale=1.0)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def plot(rows: Sequence[Row], title: str) -> Figure:
+    """Draw the mean success of each model on each set, with its interval and a dot a seed."""
+    figure, names = plots.new_figure(), [*dict.fromkeys(row["set"] for row in rows)]
+    panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
+    for axes, name in zip(panels, names, strict=True):
+        own = [row for row in rows if row["set"] == name]
+        for place, row in enumerate(own):
+            shares = 100 * np.array(row["success"])
+            axes.bar(place, shares.mean(), 0.7, color=plots.BLUE, alpha=0.35)
+            axes.scatter([place - 0.15] * shares.size, shares, s=11, color=plots.BLUE, alpha=0.6)
+            if shares.size > 2:
+                axes.vlines(place, *interval([*shares]), color=plots.INK, linewidth=1.5)
+        plots.dress(axes, x=name, y="" if axes is not panels[0] else "success, %")
+        axes.set_xticks(range(len(own)), [row["model"] for row in own], rotation=30, ha="right")
+        axes.set_ylim(bottom=0)
+    counts = {len(row["seeds"]) for row in rows}
+    seeds = " to ".join(map(str, sorted({min(counts), max(counts)})))
+    plots.titles(figure, title, f"mean over {seeds} seeds (dots), line: its 95 % interval")
+    return figure
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--title", default="Success on OGBench's tasks")
+    parser.add_argument("--out", type=Path, default=Path("ogbench"), help="name without its end")
+    chosen = parser.parse_args()
+    results = join([json.loads(path.read_text()) for path in chosen.files])
+    plots.save_figure(plot(results, chosen.title), chosen.out.with_suffix(".png"))
+    print(table(results))
