@@ -1,7 +1,7 @@
 """Play policies in their environments and say what they achieved for each asked return.
 
 Every target return gets the same episodes: episode ``e`` is reset with ``seed + e`` whatever the
-target, so that a difference between two targets is not a difference of start states.
+target.  So a difference between two targets is not a difference of start states.
 """
 
 from __future__ import annotations
