@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from gear_offline.config.files import flat
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.strict_yaml import dump_yaml, parse_yaml
 from gear_offline.core.files import LOCK, HeldDirectory, read_regular, write_file
-from gear_offline.core.text import finite, first_line
+from gear_offline.core.text import first_line
 from gear_offline.errors import InputError, given_path
 
 MOST_TRIALS = 10_000
@@ -206,5 +205,4 @@ class SweepDirectory:
 
     def write(self, file: SweepFile) -> None:
         """Write ``sweep.json``, with all recipes."""
-        text = json.dumps(finite(file.model_dump(mode="json")), indent=1, allow_nan=False) + "\n"
-        write_file(self.json_path, text.encode())
+        write_file(self.json_path, f"{file.model_dump_json(indent=1)}\n".encode())
