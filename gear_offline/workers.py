@@ -267,7 +267,6 @@ class WorkerPool(Pool):
         self._running.clear()
 
     def close(self) -> None:
-        """End the processes."""
         self.abandon()
         for worker in self._idle:
             worker.close()

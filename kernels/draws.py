@@ -228,9 +228,9 @@ class KeyedOrder:
     """Orders of ``[0, size)``, one an epoch: a function from places to things, without memory.
 
     A Feistel network over the smallest power of two that holds `size` is walked along its cycle
-    until it lands below `size`, then the place is rotated by a random amount (Black and Rogaway,
-    "Ciphers with arbitrary finite domains", CT-RSA 2002).  The rotation makes each thing exactly
-    as likely as any other in every place.  The network makes the order; its round function is
+    until it lands below `size`.  Black and Rogaway name this cycle walking ("Ciphers with arbitrary
+    finite domains", CT-RSA 2002).  Then the place is rotated by a random amount, which makes each
+    thing exactly as likely as any other in every place.  The round function of the network is
     MurmurHash3's 64-bit finaliser.  An epoch has one block of numbers: its first key, the odd
     difference from each round's key to the next, and the rotation.  `size` is in ``[1, 2**63)``.
     """

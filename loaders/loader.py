@@ -286,7 +286,7 @@ class GearLoader(Closing, Iterator[Batch]):
 
     @property
     def engines(self) -> tuple[GpuGather, ...]:
-        """What gathers on the GPU: windows and, where there are any, goals."""
+        """The GPUs that gather: of windows and, where there are any, of goals."""
         goals = self.rows.goals if isinstance(self.rows, MemoryRows) else None
         gathers = (self.engine, goals and goals[1])
         return tuple(gather for gather in gathers if isinstance(gather, GpuGather))

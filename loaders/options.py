@@ -40,7 +40,6 @@ class LoaderOptions(LoaderSettings):
 
     @cached_property
     def table(self) -> TableOptions:
-        """The options of the table."""
         return TableOptions.of(vars(self))
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Limits(NamedTuple):
-    """How much is done at a time, which hides what each time costs."""
+    """Sizes of one pass, large enough that its fixed costs do not show."""
 
     segments: int  # of all ranks, selected and gathered in one pass, at most ...
     nbytes: int  # ... and at most this many bytes, at least one batch

@@ -255,7 +255,7 @@ class SequenceModel(nn.Module):
         return mean_loss(total_loss(self.losses(batch)), batch.attention_mask, valid_steps)
 
     def remember(self, states: Any) -> Tensor:
-        """Return what is remembered of states (B, K, *S) while acting, (B, K, any) floating."""
+        """Encode states (B, K, *S) as the floats (B, K, any) that a policy keeps while acting."""
         if isinstance(states, Mapping):
             return torch.cat([self.remember(states[c.name]) for c in self.facts.columns], -1)
         return states.flatten(2).float()  # type: ignore[no-any-return]
@@ -266,7 +266,7 @@ class SequenceModel(nn.Module):
         return self.facts.state_width
 
     def recalled(self, features: Tensor) -> Any:
-        """Return states as `act` takes them, of what was remembered."""
+        """Decode what `remember` gave into states as `act` takes them."""
         return self.facts.states(features)
 
     @property
@@ -356,7 +356,7 @@ def _recomputed(block: nn.Module, forward: Any) -> Any:
 
 @contextmanager
 def telling_model(model: SequenceModel, what: str, remedy: str = "") -> Iterator[None]:
-    """Tell what a model of somebody else raises, and what compiling any does."""
+    """Raise errors of a user's model, and of compiling any model, as an `InputError`."""
     try:
         yield
     except (GearError, OSError):

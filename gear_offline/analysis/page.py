@@ -111,7 +111,6 @@ def write_comparison(comparison: Comparison, folder: Path) -> None:
 
 
 def render(comparison: Comparison) -> str:
-    """Return the page of a comparison."""
     drawn = _drawn(comparison)
     facts, *problems = _remarks(comparison)
     return render_page(

@@ -51,7 +51,6 @@ class Recorded(Document):
 
     @classmethod
     def of(cls, episodes: Sequence[_RecordedEpisode], **facts: Any) -> Self:
-        """Return the report of some episodes."""
         returns = [episode.total for episode in episodes]
         return cls(
             episodes=len(episodes),

@@ -217,7 +217,6 @@ class Crew(Closing):
         return self._pool.run(f"{__name__}:play_in_worker", jobs)
 
     def close(self) -> None:
-        """End the workers."""
         self._player.close()
         if self._pool is not None:
             self._pool.close()

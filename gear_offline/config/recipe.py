@@ -29,6 +29,7 @@ from gear_offline.config.sections import (
     Model,
     Name,
     OptimizerSettings,
+    PlaySettings,
     Section,
     Seed,
     SelectionSettings,
@@ -38,9 +39,6 @@ from gear_offline.config.sections import (
 from gear_offline.config.strict_yaml import dump_yaml
 from gear_offline.core.parts import admit, is_part, part_name, trust
 from gear_offline.errors import InputError
-
-# options of an evaluation that each of several tasks has for itself
-OF_TASK = ("environment", "environment_options", "reference", "targets")
 
 
 class Recipe(Section):
@@ -115,7 +113,7 @@ class Recipe(Section):
             yield "loader.goals are states of one column: name one in loader.observations"
         if loader.goals is not None and every is not None:
             yield "loader.goals and data.admit_every exclude each other: goals need fixed data"
-        for leaf in OF_TASK if self.data.tasks else ():
+        for leaf in PlaySettings.model_fields if self.data.tasks else ():
             if getattr(self.evaluate, leaf) is not None:
                 what = f"evaluate.{leaf} and data.tasks exclude each other"
                 yield f"{what}: say {leaf} in each task, as data.tasks.NAME.{leaf}"
@@ -124,7 +122,7 @@ class Recipe(Section):
         """Return the recipe of one task alone, with what the tasks share."""
         task = (self.data.tasks or {})[name]
         data = {k: getattr(task, k) for k in ("path", "source", "collect", "admissions")}
-        evaluate = {key: getattr(task, key) for key in OF_TASK}
+        evaluate = {key: getattr(task, key) for key in PlaySettings.model_fields}
         scale = task.returns_scale or self.loader.returns_scale
         # copies, not `replace`: its cost would be quadratic in the number of tasks
         return self.model_copy(

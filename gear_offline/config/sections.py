@@ -140,7 +140,20 @@ class SelectionSettings(Section):
         return dict(self.model_extra or {})
 
 
-class TaskSettings(Section):
+class PlaySettings(Section):
+    """Options of an evaluation that each of several tasks has for itself."""
+
+    environment: Part | None = None
+    """Gymnasium id, or FILE.py:Name; null: the one that the dataset names, if it names one."""
+    environment_options: EnvironmentOptions | None = None
+    """Arguments of gymnasium.make, such as {g: 1.0, max_episode_steps: 40}; null: the data's."""
+    reference: Text | Pair | None = None
+    """D4RL name, or two returns, that stand for 0 and 100; null: the data's, if played there."""
+    targets: Targets = None
+    """Returns as the data count them; null: their best and mean.  Of goals: numbers of tasks."""
+
+
+class TaskSettings(PlaySettings):
     """One of several tasks: its data, its share of the batches, its evaluation."""
 
     path: Place
@@ -157,14 +170,6 @@ class TaskSettings(Section):
     """Its returns-to-go are divided by this; null: loader.returns_scale."""
     selection: SelectionSettings | None = None
     """Selection of its segments; null: as the recipe's selection."""
-    environment: Part | None = None
-    """As evaluate.environment, of this task."""
-    environment_options: EnvironmentOptions | None = None
-    """As evaluate.environment_options, of this task."""
-    reference: Text | Pair | None = None
-    """As evaluate.reference, of this task."""
-    targets: Targets = None
-    """As evaluate.targets, of this task."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -579,17 +584,9 @@ class TrainSettings(Section):
         return step
 
 
-class EvaluateSettings(Section):
+class EvaluateSettings(PlaySettings):
     """Rollouts of the policy that was learnt."""
 
-    environment: Part | None = None
-    """Gymnasium id, or FILE.py:Name; null: the one that the dataset names, if it names one."""
-    environment_options: EnvironmentOptions | None = None
-    """Arguments of gymnasium.make, such as {g: 1.0, max_episode_steps: 40}; null: the data's."""
-    reference: Text | Pair | None = None
-    """D4RL name, or two returns, that stand for 0 and 100; null: the data's, if played there."""
-    targets: Targets = None
-    """Returns as the data count them; null: their best and mean.  Of goals: numbers of tasks."""
     episodes: Count = 100
     """Episodes for each target; 0: no evaluation while training."""
     environments: Positive | Literal["auto"] = "auto"

@@ -1,7 +1,7 @@
 """Parts that users bring: models, strategies, environments, trackers, callbacks, edits of episodes.
 
 A part is named ``FILE.py:Name``, ``package.module:Name``, or by an entry point of an installed
-package.  Loading one runs its code, so the owner's word comes first: a name that is typed, in a
+package.  Loading one runs its code, so the owner's word comes first.  A name that is typed, in a
 command, in Python or in a recipe of one's own, is `admit`\\ ted.  The word is kept in the user's
 home, with the digest of the file; a run keeps name and digest.  `trust` admits the names of a run
 whose files are the same.  `find_part` imports what is admitted, and nothing else.
@@ -316,7 +316,7 @@ def _beside(folder: str) -> Iterator[None]:
 
 @contextmanager
 def telling(kind: Kind, what: str, name: str) -> Iterator[None]:
-    """Tell what a part raises with the lines of its own files."""
+    """Raise a part's errors as an `InputError` that shows the lines of its own files."""
     try:
         yield
     except GearError:

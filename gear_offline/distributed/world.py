@@ -86,7 +86,6 @@ class World:
 
     @property
     def node(self) -> int:
-        """The node of this rank."""
         return self.nodes[self.rank]
 
     @property

@@ -1,7 +1,7 @@
 """Play policies in their environments and say what they achieved for each asked return.
 
 Every target return gets the same episodes: episode ``e`` is reset with ``seed + e`` whatever the
-target, so that a difference between two targets is not a difference of start states.
+target.  So a difference between two targets is not a difference of start states.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.sections import EvaluateSettings, TaskSettings, target_list
+from gear_offline.config.sections import PlaySettings, target_list
 from gear_offline.core.files import Closing
 from gear_offline.core.parts import is_part
 from gear_offline.core.system import available_bytes, versions
@@ -93,7 +93,7 @@ def tasks_of(recipe: Recipe, model_tasks: Sequence[ModelTask] = ()) -> tuple[Eva
     """
     data_returns = {task.name: (task.return_worst, task.return_best) for task in model_tasks}
     shared = recipe.evaluate
-    sections: Mapping[str, TaskSettings | EvaluateSettings] = recipe.data.tasks or {"": shared}
+    sections: Mapping[str, PlaySettings] = recipe.data.tasks or {"": shared}
     return tuple(
         EvaluationTask(
             name=name,

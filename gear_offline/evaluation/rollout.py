@@ -48,9 +48,9 @@ class ActingPolicy(Protocol):
     """A policy that acts for several environments at once.
 
     `indices` (m,) are their slots, None: all.  A new episode is asked for the returns `targets`
-    (m,), or for the states (m, S) that are its goals.  Actions, (m, A) floating or (m,) integers,
-    are for `observations` (m, S), or frames (m, h, w), or records (m,) of what a Dict space has;
-    then their `rewards` (m,) are told.
+    (m,), or for the states (m, S) that are its goals.  `observations` are states (m, S), frames
+    (m, h, w), or records (m,) of what a Dict space has.  Their actions are (m, A) floating or (m,)
+    integers; then their `rewards` (m,) are told.
     """
 
     def reset(self, indices: Int64Array, targets: Float64Array) -> None: ...
@@ -74,8 +74,8 @@ class Environments(Closing):
     """`count` environments of one kind that step together; a context manager.
 
     The slots are dealt out to `processes` workers, by default to as many as pay off for so many
-    `episodes`; 1: they step in this process, as do environments that only this process knows.  With
-    `cores`, 2 or more, they step on up to so many of others.
+    `episodes`.  With 1 they step in this process, as do environments that only this process knows.
+    With `cores`, 2 or more, they step on up to so many of others.
     `slots` are (count,) records of what each is `todo` (TO_RESET with `seed`, or TO_STEP with
     `action`), and of what came of it.
 

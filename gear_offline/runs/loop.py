@@ -336,7 +336,6 @@ class RunGroup:
             yield from self.each(LiveRun.catch_up)
 
     def finish(self, run: LiveRun) -> Iterator[bool]:
-        """Finish a run."""
         return run.finish()
 
     def each(self, act: Callable[[LiveRun], Iterator[bool]]) -> Iterator[bool]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +42,6 @@ MOST_NAMED = 4  # targets in a title
 CURVE = "plots/learning_curve.png"
 
 
-@dataclass(frozen=True)
-class _TaskSection:
-    """The report's section on one task; in a run of one task `task` is empty."""
-
-    task: str
-    result: TaskResult | None
-    levels: dict[str, float]  # returns of the data to compare with, by what they are
-    picture: str | None  # of asked and achieved returns
-
-
 def write_report(run: str | os.PathLike[str], *, final: EvaluationReport | None = None) -> Path:
     """Write the plots and ``report.md`` of a run directory and return the report's path.
 
@@ -76,16 +65,17 @@ def write_report(run: str | os.PathLike[str], *, final: EvaluationReport | None 
     datasets = {
         name: _dataset(recipe.of_task(name) if recipe and name else recipe) for name in results
     }
-    sections = [_section(name, result, datasets[name]) for name, result in results.items()]
-    pictures = dict[str, bytes]()
+    sections, pictures = list[dict[str, Any]](), dict[str, bytes]()
     if losses := {step: loss for step, loss in logged.items() if loss is not None}:
         pictures[CURVE] = _draw_learning_curve(run.name, losses, evaluations)
     at = "" if final is None or final.step is None else f" at step {final.step:,}"
-    for section in sections:
-        if section.result is not None and section.picture is not None:
-            name = f"{run.name}{at} in {section.result.environment}"
-            drawn = _draw_asked_vs_achieved(name, section.result, section.levels)
-            pictures[section.picture] = drawn
+    for name, result in results.items():  # of one task the name is empty
+        levels, picture = _levels(result, datasets[name]), None
+        if result is not None and result.targets and not result.goals:
+            picture = f"plots/asked_vs_achieved{f'-{name}' if name else ''}.png"
+            title = f"{run.name}{at} in {result.environment}"
+            pictures[picture] = _draw_asked_vs_achieved(title, result, levels)
+        sections.append({"task": name, "result": result, "levels": levels, "picture": picture})
     text = render_page(
         Path(__file__).with_name("report.md.j2"),
         interval=_interval,
@@ -129,15 +119,12 @@ def _dataset(recipe: Recipe | None) -> Dataset | None:
     return open_dataset(recipe.data.path, verify=False, admissions=recipe.data.admissions)
 
 
-def _section(task: str, result: TaskResult | None, data: Dataset | None) -> _TaskSection:
-    """Put a task's result beside its data's returns; goals have none."""
-    levels, picture = dict[str, float](), None
-    if data is not None and data.manifest.returns.count and not (result and result.goals):
-        returns = data.manifest.returns
-        levels = {"mean of the data": returns.mean, "best of the data": returns.max}
-    if result is not None and result.targets and not result.goals:
-        picture = f"plots/asked_vs_achieved{f'-{task}' if task else ''}.png"
-    return _TaskSection(task, result, levels, picture)
+def _levels(result: TaskResult | None, data: Dataset | None) -> dict[str, float]:
+    """Return returns of a task's data to compare with; goals have none."""
+    if data is None or not data.manifest.returns.count or (result and result.goals):
+        return {}
+    returns = data.manifest.returns
+    return {"mean of the data": returns.mean, "best of the data": returns.max}
 
 
 def _interval(ends: tuple[float | None, float | None]) -> str:

@@ -199,7 +199,6 @@ class Tracking(Callback):
 
 
 def trackings(settings: TrainSettings) -> list[Tracking]:
-    """Return the trackings of a recipe."""
     return [Tracking(name, settings.project) for name in dict.fromkeys(settings.trackers)]
 
 

@@ -112,7 +112,6 @@ def strategy_names() -> tuple[str, ...]:
 
 
 def find_strategy(name: object) -> Strategy:
-    """Return the strategy of a name."""
     part, whole = find_part(STRATEGIES, part_name(name)), str(part_name(name))
     if isinstance(part, Strategy):
         return part

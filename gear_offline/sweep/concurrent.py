@@ -1,10 +1,9 @@
 """The trials of a sweep in one process: those of equal shapes stacked, the others on streams.
 
 A group of runs, often of one, goes through the loop of `gear_offline.runs.loop`.  Groups take
-turns: each launches a few steps at a time on
-a stream of its own.  Where the host needs the numbers of a group's runs (a log line, a checkpoint,
-an evaluation) it leaves that group until they are there and goes on with the others.  So the GPU
-always has something to do.
+turns: each launches a few steps at a time on a stream of its own.  A log line, a checkpoint or an
+evaluation needs numbers of a group's runs on the host.  Until they are there, the host goes on with
+the other groups, so that the GPU always has something to do.
 """
 
 from __future__ import annotations

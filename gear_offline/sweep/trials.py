@@ -167,7 +167,6 @@ class SweepDirectory:
         self.json_path = self.path / "sweep.json"
 
     def run_path(self, trial: Trial) -> Path:
-        """Return the run directory of a trial."""
         return self.path / "runs" / trial.name
 
     @property

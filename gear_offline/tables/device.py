@@ -48,7 +48,6 @@ class DeviceMemory:
         self.device, self._runtime = device, runtime
 
     def free_bytes(self) -> int:
-        """Return the free bytes of the device."""
         import torch
 
         return int(torch.cuda.mem_get_info(self.device)[0])

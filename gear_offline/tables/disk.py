@@ -27,7 +27,7 @@ from gear_offline.kernels.draws import GUIDE_BITS, Segments
 from gear_offline.kernels.gather import CpuGather, Padding, Windows, real_steps
 from gear_offline.sampling.draws import SegmentStream
 from gear_offline.tables.joint import TableData, parts_of, shards_of
-from gear_offline.tables.read_ahead import REFERENCE_BYTES, Needs, ReadAhead, ReadPlan
+from gear_offline.tables.read_ahead import REFERENCE_BYTES, Draw, DrawnWindows, ReadAhead, ReadPlan
 from gear_offline.tables.table import GroupPlan, Table, TableOptions, build_table, plan_groups
 from gear_offline.tables.window_reader import COPY_BYTES, Places, WindowReader, buffer_bytes
 
@@ -37,6 +37,7 @@ BUFFER_SHARE = 8  # its buffers take at most the budget over this
 RESIDENT_SHARE = 32  # a column that takes at most the budget over this is kept in memory whole
 OUTPUT_SHARE = 128  # a block of batches takes at most the budget over this, or one batch
 OUTPUT_BLOCKS = 4  # the one handed out, the next, and two that may be in use
+PIECE = 4096  # windows drawn in one go, which takes some hundred bytes each in passing
 TAKEN_SHARE, MOST_TAKEN = 16, 16384  # of the slots, and windows, that are handed out at a time
 INDEX_BYTES = 64  # an episode: offset, length, return, ends, address, and two of a sampler
 GUIDE_BYTES = 128  # an episode, at most: of a sampler, which has at most 2^GUIDE_BITS entries
@@ -148,7 +149,7 @@ class DiskGather:
             episodes=dataset.episodes, groups=self._slots.groups, margin=options.margin
         )
         plan = ReadPlan(
-            _needs(dataset.episodes, stream, options),
+            _draw(dataset.episodes, stream, options),
             batch=stream.rank_batch,
             slots=sizes.slots,
             taken=sizes.taken,
@@ -235,14 +236,19 @@ class _Slots:
             return self._gather.gather(segments, landing)
 
 
-def _needs(episodes: EpisodeIndex, stream: SegmentStream, options: TableOptions) -> Needs:
-    """Return the function that names the windows of steps; it refers to no gather or loader."""
-    span, history = options.context_length, options.history
+def _draw(episodes: EpisodeIndex, stream: SegmentStream, options: TableOptions) -> Draw:
+    """Return the function that draws the windows of steps; it refers to no gather or loader."""
+    span, history, batch = options.context_length, options.history, stream.rank_batch
+    most = max(PIECE // batch, 1)
 
-    def needs(first_step: int, steps: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-        drawn = stream.segments(first_step, steps)
-        episode, starts = drawn.episodes.reshape(-1), drawn.starts.reshape(-1)
-        real = np.minimum(episodes.lengths[episode] - starts, span)
-        return episodes.offsets[episode] + starts, real, np.minimum(starts, history)
+    def draw(first_step: int, steps: int) -> DrawnWindows:
+        parts = []
+        for at in range(0, steps, most):
+            drawn = stream.segments(first_step + at, min(most, steps - at))
+            episode, starts = drawn.episodes.reshape(-1), drawn.starts.reshape(-1)
+            real = np.minimum(episodes.lengths[episode] - starts, span)
+            parts.append((episodes.offsets[episode] + starts, real, np.minimum(starts, history)))
+        columns = map(np.concatenate, zip(*parts, strict=True))
+        return DrawnWindows(first_step * batch, *columns)
 
-    return needs
+    return draw

@@ -57,7 +57,6 @@ class StateScales(BaseModel):
 
     @classmethod
     def of_column(cls, dataset: Dataset, column: str, *, normalize: bool, **more: Any) -> Self:
-        """Return the scales of a dataset's column."""
         states, moments = dataset.spec[column], dataset.statistics[column]
         if normalize and not is_image(states):
             more["state_mean"] = tuple(moments.mean.ravel().tolist())

@@ -25,12 +25,9 @@ from gear_offline.core.types import Array, Int64Array
 from gear_offline.errors import GearError
 from gear_offline.tables.window_reader import Places, WindowReader
 
-PIECE = 4096  # references drawn in one go
 REFERENCE_BYTES = 128  # of the plan, for each slot, at most
 JOBS = 64  # of a block: each takes slots and reads, while others do
 GROWTH = 4  # of blocks after a start
-
-Needs = Callable[[int, int], tuple[Int64Array, Int64Array, Int64Array]]
 
 
 class DrawnWindows:
@@ -42,6 +39,9 @@ class DrawnWindows:
         self.order = np.argsort(low, kind="stable")  # on the disk
         self.slots, self.ready = np.full(self.size, -1), np.zeros(self.size, bool)
         self.begun = self.used = 0  # so many were given to jobs, of `order`; were used
+
+
+Draw = Callable[[int, int], DrawnWindows]  # of a first step and a number of steps
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,15 +56,15 @@ class Job:
 class ReadPlan:
     """The next windows to read, and their slots.  Nothing is read here and nothing is locked.
 
-    `needs(first_step, steps)`, a pure function, names the windows of consecutive steps, B (`batch`)
-    of each.  A window has its first step in the table, its number of steps, and the number of the
-    episode's steps in front of it for stacks.  `slots` windows can be kept (S); up to `taken` are
-    asked for at a time.
+    `draw`, a pure function, gives the windows of consecutive steps, B (`batch`) of each; it may run
+    beside everything else.  A window has its first step in the table, its number of steps, and the
+    number of the episode's steps in front of it for stacks.  `slots` windows can be kept (S); up to
+    `taken` are asked for at a time.
     """
 
-    def __init__(self, needs: Needs, *, batch: int, slots: int, taken: int) -> None:
+    def __init__(self, draw: Draw, *, batch: int, slots: int, taken: int) -> None:
         assert slots >= taken + batch and taken >= batch, "the caller sizes these"
-        self._needs, self._batch, self._slots, self._taken = needs, batch, slots, taken
+        self.draw, self._batch, self._slots, self._taken = draw, batch, slots, taken
         self._free, self._free_count = np.arange(slots)[::-1].copy(), slots
         self._blocks: deque[DrawnWindows] = deque()
         self._base = self._end = 0  # the next reference that will be used; the end of those known
@@ -97,16 +97,6 @@ class ReadPlan:
         self._drawing = True
         most = min(self._size, self._slots - self._taken)  # so a take may go on in the next block
         return self._end // self._batch, max(most // self._batch, 1)
-
-    def draw(self, first_step: int, steps: int) -> DrawnWindows:
-        """Return the block of these steps.  Changes nothing: may run beside everything else."""
-        # In pieces: drawing takes some hundred bytes for each reference in passing.
-        size = max(PIECE // self._batch, 1)
-        parts = [
-            self._needs(first_step + at, min(size, steps - at)) for at in range(0, steps, size)
-        ]
-        low, real, before = map(np.concatenate, zip(*parts, strict=True))
-        return DrawnWindows(first_step * self._batch, low, real, before)
 
     def extend(self, block: DrawnWindows) -> None:
         """Add a block that `wanted` asked for, unless the plan has moved elsewhere since."""

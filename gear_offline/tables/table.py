@@ -3,8 +3,8 @@
 Batches are cut from a table: states, actions, rewards, returns-to-go and any further columns, over
 all steps of all episodes.  The float32 fields of one step lie side by side in one row of a group,
 padded to a multiple of 16 bytes.  So a segment is one copy, and tensors of a batch are strided
-views of those rows.  Some fields are groups of their own, in their source dtype: wide ones (more
-than `PACKED_BYTES` a step as float32), those of several dimensions a step, such as images, discrete
+views of those rows.  Wide fields (more than `PACKED_BYTES` a step as float32) are groups of their
+own, in their source dtype.  So are those of several dimensions a step, such as images, discrete
 actions and extra columns.
 
 Before the first and after the last step lie `margin` rows of zeros, so that a window of that many
