@@ -26,13 +26,13 @@ from typing import Any
 
 import numpy as np
 import xxhash
-import yaml
 from gymnasium.utils import seeding
 
 import gear_offline as go
 from gear_offline.core.files import write_file
 from gear_offline.core.system import machine, usable_cores
 from gear_offline.sweep.results import LEAST_SEEDS, TrialResult
+from gear_offline.sweep.trials import parse_options
 from gear_offline.training.records import mean_interval
 
 EPISODES = 50  # of a task, as its paper has it
@@ -162,7 +162,7 @@ def measure(
         "ogbench": metadata.version("ogbench"),
         "results": rows,
     }
-    words = {key: yaml.safe_load(value) for key, value in (w.split("=", 1) for w in options)}
+    words = parse_options(options)
     for name in names:
         place: dict[str, Any] = {"data.path": converted(name, sdist, cache)}
         place["evaluate.environment"] = f"ogbench:{name.rsplit('-', 1)[0]}-v0"
