@@ -77,7 +77,9 @@ def _maps(agent: Any) -> list[dict[str, Any]]:
     return [{key: np.array(value) for key, value in each.items()} for each in maps]
 
 
-def play(name: str, source: Path, impls: Path, seed: int, steps: int) -> dict[str, Any]:
+def play(
+    name: str, source: Path, impls: Path, steps: int, episodes: int, seed: int
+) -> dict[str, Any]:
     """Train its learner as its `main.py` does; return what its evaluation gives."""
     sys.path.insert(0, str(impls))
     jax, ogbench = import_module("jax"), import_module("ogbench")
@@ -93,7 +95,7 @@ def play(name: str, source: Path, impls: Path, seed: int, steps: int) -> dict[st
     agent = jax.device_put(agent, jax.devices("cpu")[0])
     evaluate, shares = import_module("utils.evaluation").evaluate, list[float]()
     for task in range(1, 1 + len(environment.unwrapped.task_infos)):
-        how = {"task_id": task, "config": config, "num_eval_episodes": EPISODES}
+        how = {"task_id": task, "config": config, "num_eval_episodes": episodes}
         shares.append(float(evaluate(agent=agent, env=environment, **how)[0]["success"]))
     return {"tasks": shares, "loss": float(np.mean(errors))}
 
@@ -105,6 +107,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--own-weights", action="store_true", help="begin with weights of our own")
     parser.add_argument("--play", action="store_true")
+    parser.add_argument("--episodes", type=int, default=EPISODES, help="of a task")
     parser.add_argument("--seeds", type=int, nargs="+", default=[8], help="their number, or each")
     parser.add_argument("--cache", type=Path, default=CACHE)
     parser.add_argument("--out", type=Path, default=Path("gcbc.json"))
@@ -114,8 +117,8 @@ if __name__ == "__main__":
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         source, seeds = make(chosen.set, chosen.sdist, chosen.cache), listed(chosen.seeds)
         with ProcessPoolExecutor(min(len(seeds), usable_cores()), get_context("spawn")) as pool:
-            job = (chosen.set, source, impls)
-            results = [pool.submit(play, *job, seed, chosen.steps) for seed in seeds]
+            job = (chosen.set, source, impls, chosen.steps, chosen.episodes)
+            results = [pool.submit(play, *job, seed) for seed in seeds]
             runs = [result.result() for result in results]
         row = {"set": chosen.set, "model": "gcbc of OGBench", "steps": chosen.steps}
         row |= {"seeds": seeds, "success": [float(np.mean(run["tasks"])) for run in runs]}

@@ -26,14 +26,14 @@ from typing import Any
 
 import numpy as np
 import xxhash
-import yaml
 from gymnasium.utils import seeding
-from scipy import stats
 
 import gear_offline as go
 from gear_offline.core.files import write_file
 from gear_offline.core.system import machine, usable_cores
-from gear_offline.sweep.results import TrialResult
+from gear_offline.sweep.results import LEAST_SEEDS, TrialResult
+from gear_offline.sweep.trials import parse_options
+from gear_offline.training.records import mean_interval
 
 EPISODES = 50  # of a task, as its paper has it
 PARTS = 50  # of a set, each with a seed of its own, however many cores there are
@@ -49,6 +49,7 @@ COMMON: dict[str, Any] = {
     "optimizer.clip_norm": None,
     "optimizer.warmup_steps": 0,
     "train.log_every": 1000,
+    "train.checkpoint_every": 50_000,
     "train.trackers": [],
     "train.evaluate_every": None,
     "evaluate.episodes": EPISODES,
@@ -161,7 +162,7 @@ def measure(
         "ogbench": metadata.version("ogbench"),
         "results": rows,
     }
-    words = {key: yaml.safe_load(value) for key, value in (w.split("=", 1) for w in options)}
+    words = parse_options(options)
     for name in names:
         place: dict[str, Any] = {"data.path": converted(name, sdist, cache)}
         place["evaluate.environment"] = f"ogbench:{name.rsplit('-', 1)[0]}-v0"
@@ -199,17 +200,13 @@ def listed(seeds: list[int]) -> list[int]:
     return seeds if len(seeds) > 1 else list(range(*seeds))
 
 
-def interval(shares: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % Student t interval of a mean over seeds."""
-    low, high = stats.ttest_1samp(shares, 0.0).confidence_interval()
-    return float(low), float(high)
-
-
 def text_of(shares: Sequence[float], digits: int = 1, scale: float = 100.0) -> str:
-    """Return a mean and its interval, shares in percent."""
+    """Return a mean and its 95 % Student t interval over seeds, shares in percent."""
     mean = float(np.mean(shares))
-    half = interval(shares)[1] - mean if len(shares) > 2 else float("nan")
-    return f"{scale * mean:.{digits}f}" + (f" ± {scale * half:.{digits}f}" if half == half else "")
+    text = f"{scale * mean:.{digits}f}"
+    if len(shares) < LEAST_SEEDS:
+        return text
+    return f"{text} ± {scale * (mean_interval(np.array(shares))[1] - mean):.{digits}f}"
 
 
 if __name__ == "__main__":

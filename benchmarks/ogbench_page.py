@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.ogbench import MODELS, interval, text_of
+from benchmarks.ogbench import MODELS, text_of
 from gear_offline import plots
+from gear_offline.sweep.results import LEAST_SEEDS
+from gear_offline.training.records import mean_interval
 
 JOINED = ("seeds", "success", "tasks", "loss", "curve")
 Row = dict[str, Any]
@@ -65,10 +67,12 @@ def plot(rows: Sequence[Row], title: str) -> Figure:
             shares = 100 * np.array(row["success"])
             axes.bar(place, shares.mean(), 0.7, color=plots.BLUE, alpha=0.35)
             axes.scatter([place - 0.15] * shares.size, shares, s=11, color=plots.BLUE, alpha=0.6)
-            if shares.size > 2:
-                axes.vlines(place, *interval([*shares]), color=plots.INK, linewidth=1.5)
+            if shares.size >= LEAST_SEEDS:
+                axes.vlines(place, *mean_interval(shares), color=plots.INK, linewidth=1.5)
         plots.dress(axes, x=name, y="" if axes is not panels[0] else "success, %")
-        axes.set_xticks(range(len(own)), [row["model"] for row in own], rotation=30, ha="right")
+        steps = len({row["steps"] for row in own}) > 1
+        labels = [row["model"] + (f", {row['steps']:,}" if steps else "") for row in own]
+        axes.set_xticks(range(len(own)), labels, rotation=30, ha="right")
         axes.set_ylim(bottom=0)
     counts = {len(row["seeds"]) for row in rows}
     seeds = " to ".join(map(str, sorted({min(counts), max(counts)})))

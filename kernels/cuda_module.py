@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -20,6 +21,9 @@ from gear_offline.errors import UnavailableError
 
 FOLDER = Path(__file__).resolve().parent / "cuda"
 OPTIONS = ("--std=c++17", "--fmad=false", f"-I{FOLDER}")  # fmad: casts round as NumPy's
+# Threads beside the one that trains hold it while they use a stream of torch's, of which there are
+# 32 for all: on one that a capture has joined, nobody else may launch, copy or wait.
+capture_lock = threading.RLock()
 LEAST_CAPABILITY = 70  # __grid_constant__ and the memory model that the kernels rely on
 
 
@@ -55,14 +59,17 @@ class Kernel:
 
 @contextmanager
 def capturing(graph: Any, stream: Any) -> Iterator[None]:
-    """Capture what is launched as a CUDA graph; raise what fails first.
+    """Capture what is launched as a CUDA graph, with `capture_lock`; raise what fails first.
 
     Ending a capture fails as well then, and would hide it.  Other threads may ask for events
     meanwhile: NCCL's watchdog does all the time.
     """
     first: Exception | None = None
     try:
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        with (
+            capture_lock,
+            torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+        ):
             try:
                 yield
             except Exception as error:

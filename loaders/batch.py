@@ -197,8 +197,10 @@ def join_batches(batches: Sequence[Batch]) -> Batch:
     """Return the segments of batches of equal shapes one after another; without tasks."""
     first = batches[0]
     parts = [batch._fields() | {"segments": batch.segments} for batch in batches]
+    fields: dict[str, Any] = dict.fromkeys(_FIELDS)
+    fields |= {n: _each(lambda *t: torch.cat(t), *(part[n] for part in parts)) for n in parts[0]}
     return Batch(
-        **{n: _each(lambda *t: torch.cat(t), *(part[n] for part in parts)) for n in parts[0]},
+        **fields,
         padding=first.padding,
         extras={name: torch.cat([b.extras[name] for b in batches]) for name in first.extras},
     )

@@ -27,7 +27,7 @@ from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
 from gear_offline.dataset.schema import match_columns
 from gear_offline.dataset.scores import RewardEdit
 from gear_offline.errors import InputError, given_path
-from gear_offline.kernels.cuda_module import capturing
+from gear_offline.kernels.cuda_module import capture_lock, capturing
 from gear_offline.models.base import PlayedWindow, SequenceModel, telling_model
 from gear_offline.models.encoders import InputColumn
 from gear_offline.models.policy_folder import CARD, PLACE, PolicyFacts, PolicyFile, write_policy
@@ -488,52 +488,48 @@ def acted(
 
 
 class _Graph:
-    """`Policy._step` of all environments as one CUDA graph, on a stream of its own.
+    """`Policy._step` of all environments as one CUDA graph, on a stream that others may have too.
 
-    It begins and ends with copies between page-locked host memory and the GPU's.
+    Another thread may capture meanwhile, so each use of the stream holds `capture_lock`.
     """
 
     def __init__(self, policy: Policy) -> None:
         count, device, length = policy.environments, policy.device, policy.context_length
         _, done, asked, _ = policy._widths
-        rows: list[tuple[tuple[int, ...], torch.dtype]] = [((2 + done + asked,), torch.float64)]
-        rows += [(column.shape, _type(column)) for column in policy.columns.values()]
-        host = [torch.zeros((count, *row), dtype=kind, pin_memory=True) for row, kind in rows]
-        self._numbers, *seen = (tensor.numpy() for tensor in host)
-        self._seen = dict(zip(policy.columns, seen, strict=True))
+        self._numbers = torch.zeros((count, 2 + done + asked), dtype=torch.float64, device=device)
         self._numbers[:, 0] = self._nobody = count
+        self._seen = {
+            name: torch.zeros((count, *column.shape), dtype=_type(column), device=device)
+            for name, column in policy.columns.items()
+        }
         self._graph: Any = torch.cuda.CUDAGraph()
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-        def step() -> Tensor:
-            numbers, *seen = (each.to(device, non_blocking=True) for each in host)
-            return policy._step(numbers, dict(zip(policy.columns, seen, strict=True)), length, 0.0)
-
-        self._stream.wait_stream(torch.cuda.current_stream(device))
         precision = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high")
         try:
-            with torch.cuda.stream(self._stream):
-                for _ in range(2):  # libraries choose their algorithms and allocate
-                    actions = step()
-                self._actions = torch.empty(actions.shape, dtype=actions.dtype, pin_memory=True)
-                with capturing(self._graph, self._stream):
-                    self._actions.copy_(step(), non_blocking=True)
+            with capture_lock:
+                self._stream.wait_stream(torch.cuda.current_stream(device))
+                with torch.cuda.stream(self._stream):
+                    for _ in range(2):  # libraries choose their algorithms and allocate
+                        policy._step(self._numbers, self._seen, length, 0.0)
+                    with capturing(self._graph, self._stream):
+                        self._actions = policy._step(self._numbers, self._seen, length, 0.0)
         finally:
             torch.set_float32_matmul_precision(precision)
 
     def launch(self, numbers: Array, seen: Mapping[str, Array]) -> Callable[[], Array]:
         """Do `Policy._step` for some environments; the others' rows are nobody's."""
         count = len(numbers)
-        self._numbers[:count], self._numbers[count:, 0] = numbers, self._nobody
-        for name, rows in seen.items():
-            self._seen[name][:count] = rows
-        with torch.cuda.stream(self._stream):
+        with capture_lock, torch.cuda.stream(self._stream):
+            self._numbers[:count].copy_(torch.from_numpy(numbers))
+            self._numbers[count:, 0] = self._nobody
+            for name, rows in seen.items():
+                self._seen[name][:count].copy_(torch.from_numpy(rows))
             self._graph.replay()
 
         def wait() -> Array:
-            self._stream.synchronize()
-            return np.array(self._actions[:count].numpy())
+            with capture_lock, torch.cuda.stream(self._stream):
+                return np.asarray(self._actions[:count].cpu().numpy())
 
         return wait
 

@@ -30,7 +30,7 @@ from gear_offline.training.records import EvaluationReport, read_lines
 from gear_offline.training.stack import Stack
 from gear_offline.training.trained import find_trained
 from tests.gpu_support import INDUCTOR, NEEDS_CUPY, ON_GPU
-from tests.support import Patch, one_error
+from tests.support import Patch, hopper_columns, make_dataset, one_error
 from tests.training_support import learnt, tiny_data, tiny_recipe
 
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nGPU 0 has")
@@ -44,7 +44,7 @@ CUDA = (
     *("train.steps=60", "train.log_every=7"),
 )
 pytestmark = pytest.mark.usefixtures("no_reports")
-GOALS = "loader.goals.future=1"
+GOALS, LENGTHS = "loader.goals.future=1", [30, 7, 44, 12]
 EXACT = ("train.precision=bf16", "train.deterministic=true")
 
 
@@ -55,7 +55,7 @@ def gpu(*changes: str, values: tuple[Any, ...] = ()) -> Any:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_data(tmp_path_factory.mktemp("data"), [30, 7, 44, 12])
+    return tiny_data(tmp_path_factory.mktemp("data"), LENGTHS)
 
 
 def trial_of(name: str, recipe: Recipe) -> Trial:
@@ -195,7 +195,12 @@ def test_stacked_runs_are_those_that_are_alone(
     data: Path, tmp_path: Path, monkeypatch: Patch, changes: tuple[str, ...], tolerance: float
 ) -> None:
     """Each with batches of its own strategy: drawn by weights, in an order, by the host."""
-    selections = ("uniform_steps", "return_weighted", "shuffled_epochs", "stratified_return")
+    selections = ["uniform_steps", "return_weighted", "shuffled_epochs", "stratified_return"]
+    if GOALS in changes:
+        columns = hopper_columns(sum(LENGTHS))
+        del columns["rewards"]  # as data of goals
+        data = make_dataset(tmp_path, LENGTHS, columns=columns).path
+        selections[1::2] = "uniform_episodes", "uniform_steps"
     same = trials_of(data, *changes, "model.dropout=0")
     trials = [
         trial_of(trial.name, trial.recipe.replace({"selection.strategy": strategy}))

@@ -1,6 +1,9 @@
 """The fixed list of episodes: each is played once, as a plain loop would, in any processes."""
 
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import gymnasium
@@ -12,6 +15,7 @@ from gear_offline.errors import GearError
 from gear_offline.evaluation import rollout
 from gear_offline.evaluation.environments import probe
 from gear_offline.evaluation.rollout import ActingPolicy, Environments, Episodes
+from gear_offline.kernels.cuda_module import capturing
 from gear_offline.models.decision_transformer import build_model
 from gear_offline.models.encoders import InputColumn
 from gear_offline.models.policy import Policy
@@ -172,6 +176,52 @@ def test_a_policy_on_a_gpu_acts_as_on_the_cpu(
             done = actions[0] if policy.discrete else actions[0] / 2
             policy.observe_reward(np.ones(len(acting)), acting, actions=done)
         np.testing.assert_allclose(actions[1], actions[0], rtol=0, atol=3e-3 if graph else 1e-5)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
+def test_a_policy_acts_while_another_thread_captures(device: str) -> None:
+    """Torch has 32 streams for all: a capture of 40 branches joins the policy's."""
+    how: dict[str, Any] = {"state_mean": None, "state_std": None, "context_length": 4}
+    policy = Policy(make(), **how, returns_scale=1.0, device=device)
+    policy.capture(3)
+    seen = np.random.default_rng(0).normal(size=(20, 3, policy.state_dim)).astype(np.float32)
+
+    def episode() -> list[Any]:
+        policy.reset(np.arange(3), np.ones(3))
+        actions = []
+        for rows in seen:
+            actions.append(policy.act(rows))
+            policy.observe_reward(np.ones(3))
+        return actions
+
+    alone, stop = episode(), threading.Event()
+    values, streams = torch.zeros(8, device=device), [torch.cuda.Stream() for _ in range(40)]  # type: ignore[no-untyped-call]
+
+    def capture() -> int:
+        captures = 0
+        while not stop.is_set() or not captures:
+            graph: Any = torch.cuda.CUDAGraph()
+            with capturing(graph, torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+                main = torch.cuda.current_stream()
+                for stream in streams:
+                    stream.wait_stream(main)
+                    with torch.cuda.stream(stream):
+                        values.add_(1)
+                    time.sleep(1e-4)
+                for stream in streams:
+                    main.wait_stream(stream)
+            captures += 1
+        return captures
+
+    with ThreadPoolExecutor(1) as pool:
+        capturing_thread = pool.submit(capture)
+        try:
+            beside = [episode() for _ in range(10)]
+        finally:
+            stop.set()
+        assert capturing_thread.result() > 0
+    for played in beside:
+        np.testing.assert_array_equal(played, alone)
 
 
 def test_a_policy_remembers_what_was_done() -> None:

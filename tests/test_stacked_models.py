@@ -33,14 +33,15 @@ def make_model(seed: int, **options: Any) -> DecisionTransformer:
     return built
 
 
-def make_batch(seed: int, size: int) -> Batch:
+def make_batch(seed: int, size: int, *, rewards: bool = True) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     real = torch.randint(1, STEPS + 1, (size, 1), generator=generator)
+    returns: Any = torch.randn(size, STEPS, 1, generator=generator) if rewards else None
     return Batch(
         states=torch.randn(size, STEPS, STATES, generator=generator),
         actions=torch.rand(size, STEPS, ACTIONS, generator=generator),
-        rewards=torch.zeros(size, STEPS, 1),
-        returns_to_go=torch.randn(size, STEPS, 1, generator=generator),
+        rewards=returns,
+        returns_to_go=returns,
         timesteps=torch.randint(0, LONGEST, (size, STEPS), generator=generator),
         attention_mask=(torch.arange(STEPS) < real).long(),
         segments=torch.zeros(size, 2, dtype=torch.int64),
@@ -66,7 +67,7 @@ def test_losses_and_gradients_are_those_of_each_alone(
     options["goals"] = goals
     models = [make_model(seed, **options) for seed in range(count)]
     alone = [make_model(seed, **options) for seed in range(count)]
-    batches = [make_batch(seed, size) for seed in range(count)]
+    batches = [make_batch(seed, size, rewards=not goals) for seed in range(count)]
     stacked = StackedModels(models)
     losses = stacked.losses(join_batches(batches))
     losses.sum().backward()  # type: ignore[no-untyped-call]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from gear_offline.analysis.page import drawn_cells, learned_cells, print_comparison, render
 from gear_offline.analysis.sampling import Draws, measure, parse_candidates
@@ -20,6 +21,8 @@ from gear_offline.cli import main as cli
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.errors import GearError
+from gear_offline.models.policy import Policy
 from gear_offline.progress import Terminal
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.sampling import find_strategy, make_sampler, strategy_names
@@ -281,6 +284,30 @@ def test_the_command(dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFix
     assert cli.main(["strategies", "paper", *words, "--train", "evaluate.episodes=0"]) == 2
     assert "error[USAGE]" in capsys.readouterr().err
     assert cli.main(["strategies", "paper", *words, "--train", "--seeds", "0"]) == 2
+
+
+def test_evaluations_that_fail_are_told_with_their_error(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """When a run ends, in the comparison, and by the exit code."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise GearError("MODEL", "an action that is NaN")
+
+    monkeypatch.setattr(Policy, "ask", refuse)
+    recipe, out = tmp_path / "tiny.yaml", tmp_path / "out"
+    settings = tiny_recipe(data, "evaluate.background=off", "train.checkpoint_every=20").to_dict()
+    recipe.write_text(yaml.safe_dump(settings))
+    words = ["--strategies", "fifo", "--train", "--seeds", "1", "--parallel", "1"]
+    assert cli.main(["strategies", str(recipe), *words, "--out", str(out)]) == 1
+    streams = capsys.readouterr()
+    why = "evaluation failed: MODEL: [MODEL] an action that is NaN"
+    assert f"fifo,s0: complete; step 20: {why}" in " ".join(streams.err.split())
+    outcomes = json.loads((out / "strategies.json").read_text())["outcomes"]
+    assert [outcome["failures"] for outcome in outcomes] == [
+        [[f"{label},s0", why]] for label in ("uniform_steps", "fifo")
+    ]
+    assert why in " ".join(streams.out.split())
 
 
 def test_the_file_in_the_documents_is_a_strategy(

@@ -110,9 +110,11 @@ def compare(trials: Sequence[TrialResult]) -> tuple[str, list[Outcome]]:
         known = [score for score in scores if score is not None]
         rows = np.array([_scores(result) or [value] for result, value in latest], np.float64)
         there = {result.trial.name for result, _ in latest}
-        lacking = [result.trial.name for result in complete if result.trial.name not in there]
+        lacking = [result for result in complete if result.trial.name not in there]
         failures = [(result.trial.name, str(result.error)) for result in members if result.error]
-        failures += [(name, f"no {metric} at step {step:,}") for name in lacking]
+        for result in lacking:
+            errors = [f"evaluation failed: {error}" for error in result.unplayed.values()]
+            failures.append((result.trial.name, [f"no {metric} at step {step:,}", *errors][-1]))
         middle = iqm_interval(rows) if values else (None, None, None)
         pairs = [seed for seed in values if seed in baseline]
         versus = None

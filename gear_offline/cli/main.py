@@ -507,6 +507,8 @@ def strategies(
     if not as_json:
         show(None, print_text=lambda: print_comparison(comparison))
     show(comparison.to_json(), as_json, lambda: print(folder / "strategies.html"))
+    if any(outcome.failures for outcome in comparison.outcomes):
+        raise typer.Exit(1)
 
 
 @command("Machines", "doctor", "doctor --json")

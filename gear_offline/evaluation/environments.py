@@ -201,12 +201,11 @@ class Environment(Closing):
         return record
 
     def _leaf(self, name: str, value: Any, space: Any, *, is_last: bool) -> Array:
-        wanted = f"{space.dtype} of shape {space.shape}"
-        seen = raw = self._array(name, value, (space.shape,), "biuf", wanted)
+        seen = raw = self._array(name, value, (space.shape,), "biuf", space)
         if space.dtype.kind != "f":
             seen = raw.astype(space.dtype, copy=False)
             if not np.array_equal(seen, raw):
-                raise self.odd(name, raw, wanted)
+                raise self.odd(name, raw, space)
         if not isinstance(space, gymnasium.spaces.Box):
             if not space.contains(seen):
                 raise self.odd(name, raw, f"of {space}")
@@ -244,7 +243,7 @@ class Environment(Closing):
             raise self.odd("info", value, "a dict")
         return value
 
-    def _array(self, name: str, value: Any, shapes: Any, kinds: str, wanted: str) -> Array:
+    def _array(self, name: str, value: Any, shapes: Any, kinds: str, wanted: Any) -> Array:
         try:
             array = np.array(value)
         except Exception as error:  # a list of lists of several lengths
@@ -253,8 +252,10 @@ class Environment(Closing):
             raise self.odd(name, array if array.dtype.kind in "biuf" else value, wanted)
         return array
 
-    def odd(self, name: str, value: Any, wanted: str) -> InputError:
-        """Return the error for a value that is not as it has to be."""
+    def odd(self, name: str, value: Any, wanted: Any) -> InputError:
+        """Return the error for a value that is not as it has to be: a text, or a space's."""
+        if not isinstance(wanted, str):  # made here: a text for each step takes as long as a check
+            wanted = f"{wanted.dtype} of shape {wanted.shape}"
         kind = f"{len(value)} values" if isinstance(value, tuple) else type(value).__name__
         if isinstance(value, np.ndarray):
             kind = f"{value.dtype} of shape {value.shape}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,6 @@ import numpy as np
 from gear_offline.core.text import Document, short
 from gear_offline.errors import InputError
 from gear_offline.progress import Terminal, print_table
-from gear_offline.runs.run import Run
 from gear_offline.sweep.trials import Trial
 from gear_offline.training.json_lines import last_record
 from gear_offline.training.records import (
@@ -54,6 +53,7 @@ class TrialResult:
     error: str | None  # of a failed one, "CODE: what was wrong"
     curves: dict[str, dict[int, float]]  # values by step, by `RANKING`
     last: EvaluationReport | None  # the last evaluation that did not fail
+    unplayed: Mapping[int, str] = field(default_factory=dict)  # errors of those that did, by step
 
     @property
     def steps(self) -> int:
@@ -129,7 +129,8 @@ class SeedTable(Document):
 def read_result(trial: Trial, path: Path, error: str | None = None) -> TrialResult:
     """Read the result of a trial from its run directory; `error` if the trial has failed."""
     metrics, done = read_lines(path / "metrics.jsonl", MetricsRecord), is_complete(trial, path)
-    played = Run(path).played()
+    reports = list(read_lines(path / "evaluations.jsonl", EvaluationReport))
+    played = [report for report in reports if report.ranking is not None]
     return TrialResult(
         trial=trial,
         path=path,
@@ -141,6 +142,7 @@ def read_result(trial: Trial, path: Path, error: str | None = None) -> TrialResu
             "loss": _curve(metrics, "loss"),
         },
         last=played[-1] if played else None,
+        unplayed={report.step or 0: report.error for report in reports if report.error},
     )
 
 
