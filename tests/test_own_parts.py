@@ -399,12 +399,12 @@ class Sized(go.SequenceModel):
     (own / "base.yaml").write_text(base.to_yaml())
     taken: dict[str, dict[str, Any]] = {
         "decoupled": kept | {"heads": 2, "activation": "gelu_new"},
-        "mlp": kept | {"activation": "relu"},
+        "mlp": kept | {"activation": "gelu_new"},
         "sized.py:Sized": {"hidden_size": 24, "dropout": "none"},
     }
     lacks = {
         "decoupled": "",
-        "mlp": "mlp does not take it: model.heads=2, model.activation=gelu_new,",
+        "mlp": "mlp does not take it: model.heads=2,",
         "sized.py:Sized": "Sized does not take it: model.layers=",
     }
     for kind, expected in taken.items():
