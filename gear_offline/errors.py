@@ -110,9 +110,9 @@ def in_home(text: str) -> str:
     return scheme + path
 
 
-def check_environment_id(name: str, *, where: str = "") -> None:
+def check_environment_id(name: str | None, *, where: str = "") -> None:
     """Refuse a text that cannot be the id of a Gymnasium environment, known or not."""
-    if not ENVIRONMENT_ID.fullmatch(name):
+    if name is not None and not ENVIRONMENT_ID.fullmatch(name):
         what = f"{name[:60]!r} cannot be the id of a Gymnasium environment"
         raise InputError("ENVIRONMENT", what, where, "ids look like Hopper-v5 or namespace/Name-v0")
 

@@ -24,7 +24,7 @@ from gear_offline.config.sections import EnvironmentOptions, GoalSettings
 from gear_offline.core.files import new_directory, read_regular, write_file
 from gear_offline.core.hub import card
 from gear_offline.core.parts import is_part, trust
-from gear_offline.core.text import LEAST, first_line, printable, told_apart
+from gear_offline.core.text import LEAST, first_line, interval_text, printable, told_apart
 from gear_offline.errors import InputError, is_out_of_memory
 from gear_offline.models.base import MODELS, ModelTask, SequenceModel, remade
 from gear_offline.models.decision_transformer import DecisionTransformer, DecisionTransformerConfig
@@ -255,14 +255,14 @@ def _card(file: PolicyFile) -> bytes:
         "model-index": results if metrics else None,
     }
     shown = ("environment", "data", "step", "context_length", "actions", "action_bounds")
-    digits = 2 if file.goals else 1
+    text = ("{:,.2f}" if file.goals else "{:,.1f}").format
     named = "task | success" if file.goals else "asked return | achieved"
     rows = [f"| {named} | 95 % interval | episodes |", "|---:|---:|---:|---:|"]
     targets = told_apart([entry.target for entry in file.achieved])
     for entry, target in zip(file.achieved, targets, strict=True):
         known = entry.ci95 if file.goals or entry.episodes >= LEAST else (None, None)
-        ends = " .. ".join("-" if end is None else f"{end:,.{digits}f}" for end in known)
-        rows += [f"| {target} | {entry.mean_return:,.{digits}f} | {ends} | {entry.episodes} |"]
+        cells = target, text(entry.mean_return), interval_text(known, text), str(entry.episodes)
+        rows += [f"| {' | '.join(cells)} |"]
     asked = "GOAL" if file.goals else file.targets[0] if file.targets else "RETURN"
     code = f"""
 ```python

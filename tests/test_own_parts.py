@@ -404,7 +404,7 @@ class Sized(go.SequenceModel):
     }
     lacks = {
         "decoupled": "",
-        "mlp": "mlp does not take it: model.heads=2, model.policy=",
+        "mlp": "mlp does not take it: model.heads=2,",
         "sized.py:Sized": "Sized does not take it: model.layers=",
     }
     for kind, expected in taken.items():

@@ -147,7 +147,7 @@ def test_report_of_several_tasks(run: Path) -> None:
 def test_report_of_negative_returns_and_single_episodes(run: Path) -> None:
     rows = [target(-200.0, -900.0, half=None), target(-1000.0, -1100.0, half=None)]
     (run / "evaluation.json").write_text(json.dumps(evaluation(targets=rows, step=None, run=None)))
-    assert "| policy, asked -200 | -900 |  | - |" in write_report(run).read_text()
+    assert "| policy, asked -200 | -900 | - | - |" in write_report(run).read_text()
     check_picture(run / "plots" / "asked_vs_achieved.png", BLUE)
 
 

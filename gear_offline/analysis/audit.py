@@ -65,7 +65,6 @@ class Audit(Document):
     findings: tuple[Finding, ...]  # empty where nothing looks wrong
 
     def print(self) -> None:
-        """Print the page."""
         console = Terminal()
         counts = f"{count_text(self.episodes, 'episode')}, {count_text(self.steps, 'step')}"
         console.print(f"{self.path}: {counts}")

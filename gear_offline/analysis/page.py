@@ -15,7 +15,7 @@ from gear_offline import plots
 from gear_offline.analysis.sampling import Draws
 from gear_offline.analysis.significance import Comparison, Outcome
 from gear_offline.core.files import write_file, writing
-from gear_offline.core.text import count_text, short
+from gear_offline.core.text import count_text, interval_text, short
 from gear_offline.progress import Terminal, print_table
 from gear_offline.runs.report import render_page
 
@@ -46,10 +46,10 @@ def learned_cells(outcome: Outcome) -> dict[str, str]:
     return {
         "return": str(outcome.final or "-"),
         "IQM": "-" if outcome.iqm is None else short(outcome.iqm),
-        "95 % of IQM": _interval(outcome.iqm_low, outcome.iqm_high),
+        "95 % of IQM": interval_text((outcome.iqm_low, outcome.iqm_high)),
         "score": str(outcome.score or "-"),
         "difference": ("+" if versus.mean > 0 else "") + short(versus.mean) if versus else "-",
-        "95 % of difference": _interval(versus.low, versus.high) if versus else "-",
+        "95 % of difference": interval_text((versus.low, versus.high)) if versus else "-",
         "p": _p(versus.holm_p) if versus else "-",
         "p (permutation)": _p(versus.permutation_p) if versus else "-",
         "verdict": versus.verdict if versus else "baseline",
@@ -60,10 +60,6 @@ def _percent(share: float) -> str:
     if 0 < share < 0.0005:
         return f"{100 * share:.2g} %"
     return "> 99.9 %" if 0.9995 <= share < 1 else f"{100 * share:.1f} %"
-
-
-def _interval(low: float | None, high: float | None) -> str:
-    return "-" if low is None or high is None else f"{short(low)} to {short(high)}"
 
 
 def _p(value: float | None) -> str:

@@ -33,6 +33,7 @@ from gear_offline.config.sections import (
     Section,
     Seed,
     SelectionSettings,
+    StoredSettings,
     TrainSettings,
     TransformerSettings,
 )
@@ -121,7 +122,7 @@ class Recipe(Section):
     def of_task(self, name: str) -> Recipe:
         """Return the recipe of one task alone, with what the tasks share."""
         task = (self.data.tasks or {})[name]
-        data = {k: getattr(task, k) for k in ("path", "source", "collect", "admissions")}
+        data = {key: getattr(task, key) for key in StoredSettings.model_fields}
         evaluate = {key: getattr(task, key) for key in PlaySettings.model_fields}
         scale = task.returns_scale or self.loader.returns_scale
         # copies, not `replace`: its cost would be quadratic in the number of tasks

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -153,29 +155,36 @@ class PlaySettings(Section):
     """Returns as the data count them; null: their best and mean.  Of goals: numbers of tasks."""
 
 
-class TaskSettings(PlaySettings):
+class StoredSettings(Section):
+    """A dataset, and what it is made of; each of several tasks has its own."""
+
+    path: Place | None = None
+    """Directory of GEAR shards, relative to the current directory, or hub:USER/NAME."""
+    source: Place | None = None
+    """Source to convert into `path` if that does not exist: a file, d4rl:, minari: or hub:NAME."""
+    collect: CollectSettings | None = None
+    """Data to record and convert into `path` if that does not exist, instead of `source`."""
+    admissions: Positive | None = None
+    """Pieces that were admitted to `path`, the first so many; null: all when the run begins."""
+
+    @model_validator(mode="after")
+    def _check_maker(self) -> Self:
+        if self.source is not None and self.collect is not None:
+            raise ValueError("source and collect exclude each other: keep one")
+        return self
+
+
+class TaskSettings(StoredSettings, PlaySettings):
     """One of several tasks: its data, its share of the batches, its evaluation."""
 
     path: Place
     """Directory of GEAR shards, as data.path."""
-    source: Place | None = None
-    """Source to convert into `path` when that does not exist, as data.source."""
-    collect: CollectSettings | None = None
-    """Data to record and convert into `path` when that does not exist."""
-    admissions: Positive | None = None
-    """As data.admissions."""
     weight: NotNegative = 1.0
     """Share of the segments, in proportion to the other tasks' weights."""
     returns_scale: PositiveFloat | None = None
     """Its returns-to-go are divided by this; null: loader.returns_scale."""
     selection: SelectionSettings | None = None
     """Selection of its segments; null: as the recipe's selection."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.source is not None and self.collect is not None:
-            raise ValueError("source and collect exclude each other: keep one")
-        return self
 
 
 class SchedulePoint(Section):
@@ -225,19 +234,11 @@ class LimiterSettings(Section):
 Remover = Literal["fifo", "lifo", "uniform", "prioritized", "max_heap", "min_heap"]
 
 
-class DataSettings(Section):
+class DataSettings(StoredSettings):
     """The source of the steps."""
 
-    path: Place | None = None
-    """Directory of GEAR shards, relative to the current directory, or hub:USER/NAME."""
-    source: Place | None = None
-    """Source to convert into `path` if that does not exist: a file, d4rl:, minari: or hub:NAME."""
     columns: Columns | None = None
     """Columns to convert; null: all."""
-    collect: CollectSettings | None = None
-    """Data to record and convert into `path` if that does not exist, instead of `source`."""
-    admissions: Positive | None = None
-    """Pieces that were admitted to `path`, the first so many; null: all when the run begins."""
     tasks: Tasks | None = None
     """In place of path, source and collect: several tasks by name, for one model."""
     schedule: Annotated[tuple[SchedulePoint, ...], Field(min_length=1, strict=False)] | None = None
@@ -270,8 +271,6 @@ class DataSettings(Section):
         if self.admit_every is not None and self.path is None:
             raise ValueError("admit_every needs path: data of several tasks do not grow")
         if self.tasks is None:
-            if "source" in single and "collect" in single:
-                raise ValueError("source and collect exclude each other: keep one")
             if single and self.path is None:
                 raise ValueError(f"path is null, so there is no place for what {single[0]} gives")
             if self.schedule is not None:
@@ -488,13 +487,9 @@ OWN_MODEL = "own"
 if TYPE_CHECKING:
     Model = Any  # each kind has options of its own
 else:
-    Model = Annotated[
-        Annotated[TransformerSettings, Tag("decision_transformer")]
-        | Annotated[DecoupledSettings, Tag("decoupled")]
-        | Annotated[MLPSettings, Tag("mlp")]
-        | Annotated[OwnModelSettings, Tag(OWN_MODEL)],
-        Discriminator(_model_tag),
-    ]
+    tagged = [Annotated[each, Tag(name)] for name, each in MODELS.items()]
+    tagged.append(Annotated[OwnModelSettings, Tag(OWN_MODEL)])
+    Model = Annotated[reduce(or_, tagged), Discriminator(_model_tag)]
 
 
 class OptimizerSettings(Section):

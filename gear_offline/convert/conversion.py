@@ -185,8 +185,7 @@ def convert(
     >>> manifest.spec.steps, manifest.spec.episodes
     (12, 2)
     """
-    if environment is not None:
-        check_environment_id(environment, where="environment")
+    check_environment_id(environment, where="environment")
     target = given_path(out, "OUTPUT_WRITE", where="out")
     path = None if isinstance(source, Source) else source
     named = path is not None and isinstance(map, str | None)  # so that any process can open it

@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -45,6 +45,19 @@ def size_text(count: int) -> str:
 def short(value: float) -> str:
     """Return `value` with separators, and decimals only where it is small: ``1.69``, ``32,450``."""
     return f"{value:,.0f}" if value == 0 or abs(value) >= 100 else f"{value:,.3g}"
+
+
+def number_text(value: float | None) -> str:
+    """Return a number in about four digits; ``-`` for none."""
+    return "-" if value is None else f"{value:,.4g}"
+
+
+def interval_text(
+    ends: tuple[float | None, float | None], text: Callable[[float], str] = short
+) -> str:
+    """Return ``"1.69 to 2.5"``; ``-`` for an interval without ends."""
+    low, high = ends
+    return "-" if low is None or high is None else f"{text(low)} to {text(high)}"
 
 
 def exact(value: float) -> str:

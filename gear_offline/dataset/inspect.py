@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from gear_offline.core.text import count_text, printable, size_text, texts
+from gear_offline.core.text import count_text, number_text, printable, size_text, texts
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.manifest import Manifest
 from gear_offline.dataset.shard import DIGEST_CHARS
@@ -99,11 +99,6 @@ def summary(manifest: Manifest) -> list[str]:
         lines.append("left out: others too, see inspect")
     lines += [f"warning: {warning}" for warning in source.warnings]
     return list(map(printable, lines))  # names and texts are those of strangers
-
-
-def number_text(value: float | None) -> str:
-    """Return a number in about four digits; ``-`` for none."""
-    return "-" if value is None else f"{value:.4g}"
 
 
 def _facts(document: Mapping[str, Any], full: bool) -> dict[str, str]:

@@ -103,7 +103,6 @@ class ColumnSpec:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of one step."""
         return int(self.dtype.itemsize) * prod(self.shape)
 
 

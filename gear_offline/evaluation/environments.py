@@ -168,7 +168,6 @@ class Environment(Closing):
         return guarded(self._id, "its metadata", lambda: dict(self.raw.metadata or {}))
 
     def call(self, name: str, *words: Any, **how: Any) -> Any:
-        """Call a method by its name."""
         return guarded(self._id, f"{name}()", lambda: getattr(self.raw, name)(*words, **how))
 
     def reset(self, *, seed: int | None, options: Options | None = None) -> tuple[Array, Options]:

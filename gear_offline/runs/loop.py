@@ -247,15 +247,12 @@ class LiveRun(Closing):
             self.writer.log(self.learner.step, values)
 
     def _save(self) -> None:
-        self.learner.world.lead(self._check_place)
+        check = self._directory.check_place if self._directory is not None else lambda: None
+        self.learner.world.lead(check)
         seconds, keep = 0.0, Keep(newest=1)  # the first rank's count
         if self.writer is not None:
             seconds, keep = self.writer.seconds, self.writer.evaluations.keep
         self.saver.save(seconds=seconds, keep=keep)
-
-    def _check_place(self) -> None:
-        if self._directory is not None:
-            self._directory.check_place()
 
     def _stop_if_asked(self) -> None:
         """Save and stop if a callback asks for it, or a signal on any rank."""

@@ -23,7 +23,7 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.config.strict_yaml import read_yaml
 from gear_offline.core.files import write_file
 from gear_offline.core.hub import is_there
-from gear_offline.core.text import count_text, markdown, short, told_apart
+from gear_offline.core.text import count_text, interval_text, markdown, short, told_apart
 from gear_offline.core.types import Float64Array
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError
@@ -78,7 +78,6 @@ def write_report(run: str | os.PathLike[str], *, final: EvaluationReport | None 
         sections.append({"task": name, "result": result, "levels": levels, "picture": picture})
     text = render_page(
         Path(__file__).with_name("report.md.j2"),
-        interval=_interval,
         name=run.name,
         recipe=recipe,
         steps=next(reversed(logged), None),
@@ -103,7 +102,8 @@ def render_page(template: Path, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"short": short, "count": count_text, "score": score_text}
+    environment.filters |= {"count": count_text, "interval": interval_text}
+    environment.filters |= {"score": score_text, "short": short}
     return environment.get_template(template.name).render(**values)
 
 
@@ -125,11 +125,6 @@ def _levels(result: TaskResult | None, data: Dataset | None) -> dict[str, float]
         return {}
     returns = data.manifest.returns
     return {"mean of the data": returns.mean, "best of the data": returns.max}
-
-
-def _interval(ends: tuple[float | None, float | None]) -> str:
-    low, high = ends
-    return "" if low is None or high is None else f"{short(low)} to {short(high)}"
 
 
 # the plots: each one PNG of 1080 x 675 pixels ---------------------------------------------------

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from gear_offline.config.recipe import Recipe, read_recipe
 from gear_offline.core.parts import trust
+from gear_offline.core.text import number_text
 from gear_offline.errors import InputError, given_path
 from gear_offline.progress import Printed, Terminal, print_table
 from gear_offline.training.checkpoint import list_checkpoints, no_run
@@ -164,8 +165,8 @@ class Run(os.PathLike[str]):
         for name, text in facts.items():
             console.print(f"{name:13}{text}")
         rows = [
-            [f"{row['step'] or 0:,}", _number(row["return"]), score_text(row["normalized_score"])]
-            for row in document["evaluations"]
+            [f"{r.step or 0:,}", number_text(r.mean_return), score_text(r.normalized_score)]
+            for r in self.played()
         ]
         if rows:
             console.print()
@@ -228,7 +229,7 @@ def _frame(records: list[dict[str, Any]]) -> Any:
 
 def _achieved(record: EvaluationReport) -> str:
     score, value = record.normalized_score, record.mean_return
-    parts = [] if value is None else [f"return {_number(value)}"]
+    parts = [] if value is None else [f"return {number_text(value)}"]
     parts += [] if score is None else [f"score {score_text(score)}"]
     return f"{', '.join(parts)} at step {record.step or 0:,}"
 
@@ -269,12 +270,11 @@ class RunList(Printed):
         return [asdict(row) for row in self.rows]
 
     def print(self, *, console: Terminal | None = None) -> None:
-        """Print a row a run."""
         headings = ["run", "steps", "best", "last", "score", "age", "data"]
         rows = []
         for row in self.rows:
             cells = [f"{row.steps:,}/{row.asked:,}"] if row.error is None else ["damaged"]
-            cells += [_number(row.best_return), _number(row.last_return)]
+            cells += [number_text(row.best_return), number_text(row.last_return)]
             cells += [score_text(row.normalized_score), age_text(row.age_seconds)]
             rows.append([row.name, *cells, row.data])
         print_table(console or Terminal(), headings, rows, names=["data"])
@@ -340,7 +340,3 @@ def age_text(seconds: float) -> str:
     """Return a time in its largest unit, e.g. ``"3 h"``."""
     size, unit = next(((s, u) for s, u in AGES if seconds >= s), AGES[-1])
     return f"{int(seconds // size)} {unit}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.4g}"

@@ -83,8 +83,7 @@ def from_episodes(
     [1.0, 1.0, 1.0, 1.0, 1.0]
     """
     check_kind(episodes, Iterable, "episodes", f"give {_ONE_EACH}")
-    if environment is not None:
-        check_environment_id(environment, where="environment")
+    check_environment_id(environment, where="environment")
     read, terminated, notes = read_episodes(episodes)
     named = ((f"episode {n}", row_kinds(columns)) for n, columns in enumerate(read))
     kinds, _ = common_columns(named, remedy=SAME)
@@ -137,8 +136,7 @@ def from_arrays(
     ([3, 2], [True, False])
     """
     check_kind(columns, Mapping, "columns", "give a mapping of column names to arrays")
-    if environment is not None:
-        check_environment_id(environment, where="environment")
+    check_environment_id(environment, where="environment")
     named = _named(columns, "")
     metadata = {key: named.pop(key) for key in tuple(named) if key.split("/")[0] == METADATA}
     arrays = {key: as_rows(value, key, "") for key, value in named.items()}

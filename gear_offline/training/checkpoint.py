@@ -254,7 +254,6 @@ class Keep:
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the directory name of the checkpoint of `step`."""
     return f"step-{step:08d}"
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer
 
 from gear_offline.core.files import read_regular, write_file
-from gear_offline.core.text import LEAST, count_text, first_line, told_apart
+from gear_offline.core.text import LEAST, count_text, first_line, interval_text, told_apart
 from gear_offline.core.types import Float64Array
 from gear_offline.dataset.scores import ReferenceScores
 from gear_offline.errors import InputError
@@ -162,19 +162,16 @@ class TaskResult(_Record):
     def print_targets(self, console: Terminal, heading: str) -> None:
         """Print a table, one row a target."""
         console.print(f"{heading} in {self.environment}")
-        digits = 2 if self.goals else 1
-        cells = []
-        for target, asked in zip(self.targets, self.asked, strict=True):
-            low, high = self.interval(target)
-            interval = "-" if low is None else f"{low:,.{digits}f} .. {high:,.{digits}f}"
-            cells.append(
-                [
-                    *(asked, f"{target.mean_return:,.{digits}f}", interval),
-                    "-" if target.std is None else f"{target.std:,.{digits}f}",
-                    *(score_text(target.normalized_score), f"{target.length_mean:,.0f}"),
-                    str(target.episodes),
-                ]
-            )
+        text = ("{:,.2f}" if self.goals else "{:,.1f}").format
+        cells = [
+            [
+                *(asked, text(target.mean_return), interval_text(self.interval(target), text)),
+                "-" if target.std is None else text(target.std),
+                *(score_text(target.normalized_score), f"{target.length_mean:,.0f}"),
+                str(target.episodes),
+            ]
+            for target, asked in zip(self.targets, self.asked, strict=True)
+        ]
         first = ("task", "success") if self.goals else ("asked return", "achieved")
         print_table(console, (*first, *HEADINGS), cells)
         note = self.reference.note if self.reference is not None else ""
