@@ -10,7 +10,8 @@ Shape legend: B windows, K steps, H steps of history, S state elements, A action
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,13 +22,8 @@ from gear_offline.config.sections import MLPSettings
 from gear_offline.errors import InputError
 from gear_offline.models.base import ModelFacts, SequenceModel
 
-ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
-    "relu": nn.ReLU,
-    "gelu": nn.GELU,
-    "gelu_new": lambda: nn.GELU("tanh"),
-    "silu": nn.SiLU,
-    "tanh": nn.Tanh,
-}
+ACTIVATIONS: dict[str, Any] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh}
+ACTIVATIONS["gelu_new"] = partial(nn.GELU, "tanh")
 
 
 class MLP(SequenceModel):

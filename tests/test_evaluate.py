@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 
@@ -33,7 +34,7 @@ from gear_offline.runs.report import write_report
 from gear_offline.training.checkpoint import chosen_checkpoint, find_checkpoint
 from gear_offline.training.records import EvaluationReport, read_document, share_interval
 from tests.checkpoint_support import write_run
-from tests.evaluation_support import Constant, Remembering
+from tests.evaluation_support import Constant, Counted, Remembering
 from tests.support import Captured, Patch, failing_code, one_error
 
 
@@ -82,6 +83,29 @@ def test_policies_that_play_together_get_what_each_gets_alone(
                 alone = evaluate_tasks(always(policy), [task])
                 assert report.to_json()["targets"] == alone.to_json()["targets"]
             assert "broken" in str(played[4]) and "NaN" in str(played[5])
+
+
+def test_no_more_environments_play_at_once_than_memory_has_room_for(monkeypatch: Patch) -> None:
+    class Heavy(Counted):
+        are_open, most = 0, 0
+
+        def __init__(self) -> None:
+            self.ballast = np.ones(4 << 20)  # 32 MiB
+            Heavy.are_open += 1
+            Heavy.most = max(Heavy.most, Heavy.are_open)
+
+        def close(self) -> None:
+            Heavy.are_open -= 1
+
+    maker: Any = Heavy
+    gymnasium.register("GearTest/Heavy-v0", maker)
+    monkeypatch.setattr(play, "available_bytes", lambda: 200 << 20)
+    report = evaluated(
+        np.zeros(3), "GearTest/Heavy-v0", 1.0, 2.0, episodes=12, environments=12, seed=1
+    )
+    assert 2 <= Heavy.most <= 7, "200 MiB hold six; 24 were asked for"
+    returns = tuple((n % 7 + 1) * (n % 7 + 2) / 2 for n in range(1, 13))
+    assert [target.returns for target in report.targets] == [returns, returns]
 
 
 def test_report_numbers_and_json() -> None:

@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 
 import gymnasium
 import numpy as np
+import psutil
 from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
 
 from gear_offline.core.files import Closing
@@ -431,6 +432,14 @@ def probe(environment_id: str, options: Options | None = None) -> EnvironmentFac
         with make_environment(environment_id, options) as environment:
             known[key] = environment.facts
     return known[key]
+
+
+def weigh(environment_id: str, options: Options | None = None) -> int:
+    """Return the bytes of memory that a second environment takes."""
+    with make_environment(environment_id, options):
+        before = psutil.Process().memory_info().rss
+        with make_environment(environment_id, options):
+            return int(psutil.Process().memory_info().rss - before)
 
 
 def simulator_data(environment: Environment) -> Any:

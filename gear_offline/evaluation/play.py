@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod
@@ -25,7 +26,7 @@ from gear_offline.core.text import count_text, say
 from gear_offline.dataset.schema import channels_last, match_columns
 from gear_offline.dataset.scores import ReferenceScores, known_scores, reference_scores
 from gear_offline.errors import GearError, InputError
-from gear_offline.evaluation.environments import EnvironmentFacts, Known, Options, known_of
+from gear_offline.evaluation.environments import EnvironmentFacts, Known, Options, known_of, weigh
 from gear_offline.evaluation.rollout import ActingPolicy, Environments, play_together, turns
 from gear_offline.models.base import ModelSizes, ModelTask
 from gear_offline.models.encoders import InputColumn
@@ -42,7 +43,7 @@ Reference = str | ReferenceScores | tuple[float, float]
 CPU_ENVIRONMENTS = 20  # more make no product of matrices faster
 GPU_ENVIRONMENTS = 256  # an action for all takes hardly longer than one
 MOST_ENVIRONMENTS = 1024  # at once, of all policies that play together
-ENVIRONMENT_BYTES = 16 << 20  # of memory, at most, that one takes
+ENVIRONMENT_BYTES = 16 << 20  # of memory that one takes at least; a robot of meshes has 170 MB
 FOREIGN = "the environment is not the one that D4RL measured, so the score is indicative only"
 
 
@@ -199,8 +200,16 @@ def evaluate_together(
     for part in chain.from_iterable(parts):
         alike.setdefault(part.task.kind, []).append(part)
     for same in alike.values():
-        room = min(MOST_ENVIRONMENTS, available_bytes() // ENVIRONMENT_BYTES)
-        portions = -(-len(same) // max(1, room // same[0].task.slots))
+        task, each = same[0].task, ENVIRONMENT_BYTES
+        if task.slots > CPU_ENVIRONMENTS:
+            with suppress(GearError):
+                each = max(each, weigh(task.environment, task.environment_options))
+        if (room := available_bytes() // each) < task.slots:
+            most = max(1, room // len(task.targets))
+            say(f"{task.environment}: memory has room for {most} at once", quiet=quiet)
+            for part in same:
+                part.task = replace(part.task, environments=most)
+        portions = -(-len(same) // max(1, min(MOST_ENVIRONMENTS, room) // same[0].task.slots))
         for number in range(portions):
             _play(same[number::portions], stage, quiet)
         if not stage.keep:
