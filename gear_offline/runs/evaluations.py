@@ -324,8 +324,9 @@ class RunEvaluations(Closing):
     def _record(self, step: int, played: EvaluationReport | Exception, seconds: float) -> None:
         now, name = self._learner.step, self._callbacks.run.name
         if isinstance(played, Exception):
-            is_told = isinstance(played, GearError)
-            text = f"{played.code}: {played.message}" if is_told else repr(played)
+            text = repr(played)
+            if isinstance(played, GearError):
+                text = f"{played.code}: {played.message}"
             played = EvaluationReport(
                 error=text, mean_return=None, normalized_score=None, targets=()
             )
