@@ -289,11 +289,12 @@ def test_the_command(dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFix
 def test_evaluations_that_fail_are_told_with_their_error(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """When a run ends, in the comparison, and by the exit code."""
+    """When a run ends, in the comparison, and by the exit code; the next call plays again."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise GearError("MODEL", "an action that is NaN")
 
+    ask = Policy.ask
     monkeypatch.setattr(Policy, "ask", refuse)
     recipe, out = tmp_path / "tiny.yaml", tmp_path / "out"
     settings = tiny_recipe(data, "evaluate.background=off", "train.checkpoint_every=20").to_dict()
@@ -301,13 +302,17 @@ def test_evaluations_that_fail_are_told_with_their_error(
     words = ["--strategies", "fifo", "--train", "--seeds", "1", "--parallel", "1"]
     assert cli.main(["strategies", str(recipe), *words, "--out", str(out)]) == 1
     streams = capsys.readouterr()
-    why = "evaluation failed: MODEL: [MODEL] an action that is NaN"
+    why = "evaluation failed: MODEL: an action that is NaN"
     assert f"fifo,s0: complete; step 20: {why}" in " ".join(streams.err.split())
     outcomes = json.loads((out / "strategies.json").read_text())["outcomes"]
     assert [outcome["failures"] for outcome in outcomes] == [
         [[f"{label},s0", why]] for label in ("uniform_steps", "fifo")
     ]
     assert why in " ".join(streams.out.split())
+    monkeypatch.setattr(Policy, "ask", ask)
+    assert cli.main(["strategies", str(recipe), *words, "--out", str(out)]) == 0
+    outcomes = json.loads((out / "strategies.json").read_text())["outcomes"]
+    assert [(outcome["seeds"], outcome["failures"]) for outcome in outcomes] == [([0], [])] * 2
 
 
 def test_the_file_in_the_documents_is_a_strategy(

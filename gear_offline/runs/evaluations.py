@@ -230,14 +230,14 @@ class RunEvaluations(Closing):
         return Keep(newest=newest, best=step, pinned=self.outstanding)
 
     def _is_new(self, step: int) -> bool:
-        return step not in self._queue and all(r.step != step for r in self.recorded)
+        return step not in self._queue and all(r.step != step or r.error for r in self.recorded)
 
     def must_wait(self, step: int) -> bool:
         """True if an evaluation of `step` could not begin before another is done."""
         return len(self._queue) >= self.plan.workers + SPARE and self._is_new(step)
 
     def take_up(self) -> None:
-        """Play what a killed run left: checkpoints of steps that were due, without a result."""
+        """Play what a run left: checkpoints of steps that were due, not played or in vain."""
         for step, _ in list_checkpoints(self._path / "checkpoints"):
             if self._recipe.evaluates_at(step):
                 self.evaluate(step)
@@ -324,7 +324,9 @@ class RunEvaluations(Closing):
     def _record(self, step: int, played: EvaluationReport | Exception, seconds: float) -> None:
         now, name = self._learner.step, self._callbacks.run.name
         if isinstance(played, Exception):
-            text = f"{played.code}: {played}" if isinstance(played, GearError) else repr(played)
+            text = repr(played)
+            if isinstance(played, GearError):
+                text = f"{played.code}: {played.message}"
             played = EvaluationReport(
                 error=text, mean_return=None, normalized_score=None, targets=()
             )

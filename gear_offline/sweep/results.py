@@ -157,6 +157,12 @@ def is_complete(trial: Trial, path: Path) -> bool:
     return summary is not None and summary.steps == trial.recipe.train.steps
 
 
+def is_played(path: Path) -> bool:
+    """Return true unless the last evaluation of a run has failed."""
+    reports = list(read_lines(path / "evaluations.jsonl", EvaluationReport))
+    return not reports or reports[-1].error is None
+
+
 def steps_done(path: Path) -> int:
     """Return the last logged step of a run, for the display only."""
     with suppress(InputError):

@@ -34,7 +34,7 @@ from gear_offline.runs.prepare import prepare_dataset, resolve
 from gear_offline.sweep.concurrent import MOST_ON_A_GPU, train_concurrently
 from gear_offline.sweep.jobs import LOCK_SECONDS, Work, train_in_pool, train_in_processes
 from gear_offline.sweep.report import SweepResult, read_sweep
-from gear_offline.sweep.results import is_complete, steps_done
+from gear_offline.sweep.results import is_complete, is_played, steps_done
 from gear_offline.sweep.trials import SweepDirectory, SweepFile, Trial, make_trials, parse_options
 from gear_offline.tables.joint import TableData
 from gear_offline.workers import Caller, RayPool, WorkerPool
@@ -176,7 +176,9 @@ def run_trials(
         threads = None
         if pool is not None or (device.type != "cuda" and parallel > 1):
             threads = file.threads = file.threads or max(1, min(node_cores, cores // parallel))
-        left = [trial for trial in trials if not is_complete(trial, directory.run_path(trial))]
+        paths = {trial.name: directory.run_path(trial) for trial in trials}
+        done = {trial.name for trial in trials if is_complete(trial, paths[trial.name])}
+        left = [t for t in trials if t.name not in done or not is_played(paths[t.name])]
         for trial in trials:  # complete ones too: the name of a run has to tell what it is
             check_resumed(directory.run_path(trial), resolved[trial.name])
         if pool is not None:
@@ -184,8 +186,8 @@ def run_trials(
             pool.check(directory.path)
         directory.write(file)
         if left:
-            done, count = len(trials) - len(left), count_text(len(trials), "run")
-            complete = f", {done} complete already" if done else ""
+            ended, count = len(trials) - len(left), count_text(len(trials), "run")
+            complete = f", {ended} complete already" if ended else ""
             where = f"{parallel} at a time; sweep directory {directory.path}"
             say(f"{count} on {device}{complete}, {where}", quiet=quiet)
             steps = {trial.name: steps_done(directory.run_path(trial)) for trial in trials}
