@@ -309,10 +309,13 @@ def test_evaluations_that_fail_are_told_with_their_error(
         [[f"{label},s0", why]] for label in ("uniform_steps", "fifo")
     ]
     assert why in " ".join(streams.out.split())
+    summary = out / "training" / "runs" / "fifo,s0" / "summary.json"
+    rate = json.loads(summary.read_text())["steps_per_second"]
     monkeypatch.setattr(Policy, "ask", ask)
     assert cli.main(["strategies", str(recipe), *words, "--out", str(out)]) == 0
     outcomes = json.loads((out / "strategies.json").read_text())["outcomes"]
     assert [(outcome["seeds"], outcome["failures"]) for outcome in outcomes] == [([0], [])] * 2
+    assert json.loads(summary.read_text())["steps_per_second"] == rate > 0
 
 
 def test_the_file_in_the_documents_is_a_strategy(

@@ -23,6 +23,9 @@ from gear_offline.training.learner import Learner
 from gear_offline.training.records import read_summary
 from gear_offline.training.saving import Saver
 
+# of a summary, of the process that did the steps
+SPEEDS = ("seconds", "steps_per_second", "data_wait_share", "save_wait_share", "throughput")
+
 
 class RunWriter(Closing):
     """The files and the display of a run.
@@ -146,9 +149,12 @@ class RunWriter(Closing):
         played = len(self.evaluations.recorded) > self._played_before
         is_new = steps or played or before is None or before.steps != learner.step
         if is_new:  # else its figures are of the process that did the steps
-            summary = self._summary()
+            summary, file = self._summary(), self._path / "summary.json"
+            if not steps and before is not None and before.steps == learner.step:
+                known = json.loads(file.read_bytes())
+                summary |= {name: known[name] for name in SPEEDS if name in known}
             content = json.dumps(finite(summary), indent=2, allow_nan=False) + "\n"
-            write_file(self._path / "summary.json", content.encode())
+            write_file(file, content.encode())
             stopped = learner.step < self._recipe.train.steps
             end = f"stopped by a callback at step {learner.step:,}," if stopped else "complete"
             text = f"{self._recipe.name}: {end} after {self.seconds:,.0f} s"
