@@ -153,13 +153,16 @@ class Worker(Closing):
 
 
 class Pool(Closing):
-    """Does jobs side by side, up to `workers` at a time; a context manager."""
+    """Does jobs side by side, up to `workers` at a time; a context manager.
+
+    `on_message` gets what they send before their ends.
+    """
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self._numbers = count()
         self._running: dict[Any, int] = {}  # whatever does a job -> the job's number
-        self._on_message: Callable[[Any], object] = lambda message: None
+        self.on_message: Callable[[Any], object] = lambda message: None
 
     @property
     def has_room(self) -> bool:
@@ -191,7 +194,7 @@ class Pool(Closing):
 
         `jobs` are the arguments of each, read as there is room; `on_message` gets what they send.
         """
-        self._on_message, waiting, expected = on_message, iter(jobs), deque[int]()
+        self.on_message, waiting, expected = on_message, iter(jobs), deque[int]()
         early: dict[int, Any] = {}  # values that jobs before theirs are waited for
         try:
             while True:
@@ -249,7 +252,7 @@ class WorkerPool(Pool):
             except GearError as error:
                 value = error
             if worker.busy:
-                self._on_message(value)
+                self.on_message(value)
                 continue
             if isinstance(value, GearError) and value.code == LOST:
                 worker.close()
@@ -369,7 +372,7 @@ class RayPool(Pool):
             remedy = "look at Ray's logs: memory may have run out"
             return GearError(LOST, f"a task of Ray has ended: {first_line(error)}", remedy=remedy)
         for message in messages:
-            self._on_message(message)
+            self.on_message(message)
         return pickle.loads(answer)[1]
 
     def interrupt(self) -> None:

@@ -2,7 +2,10 @@
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,6 +24,7 @@ from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.runs.prepare import prepare_dataset
 from gear_offline.sweep import jobs as sweep_jobs
 from gear_offline.sweep.concurrent import RngStream, train_concurrently
+from gear_offline.sweep.gpus import train_on_gpus
 from gear_offline.sweep.jobs import Work, run_errors
 from gear_offline.sweep.trials import Trial
 from gear_offline.tables import placement
@@ -29,7 +33,7 @@ from gear_offline.training.learner import Learner
 from gear_offline.training.records import EvaluationReport, read_lines
 from gear_offline.training.stack import Stack
 from gear_offline.training.trained import find_trained
-from tests.gpu_support import INDUCTOR, NEEDS_CUPY, ON_GPU
+from tests.gpu_support import INDUCTOR, NEEDS_CUPY, ON_GPU, ON_TWO_GPUS
 from tests.support import Patch, hopper_columns, make_dataset, one_error
 from tests.training_support import learnt, tiny_data, tiny_recipe
 
@@ -73,8 +77,9 @@ def trials_of(
 
 
 def concurrently(
-    trials: Sequence[Trial], folder: Path, *, exact: bool = False, parallel: int = 4
-) -> dict[str, str | None]:
+    trials: Sequence[Trial], folder: Path, *, exact: bool = False, parallel: int = 4,
+    train: Callable[[Work], None] = train_concurrently,
+) -> dict[str, str | None]:  # fmt: skip
     """Train together; return the code of the error that each ended with."""
     recipes = {trial.recipe.data_key: trial.recipe for trial in trials}
     work = Work(
@@ -89,7 +94,7 @@ def concurrently(
         steps={},
         failures={},
     )
-    train_concurrently(work)
+    train(work)
     errors = {name: error.partition(":")[0] for name, error in work.failures.items()}
     complete = [trial for trial in trials if trial.name not in errors]
     assert all(work.steps[trial.name] == trial.recipe.train.steps for trial in complete)
@@ -224,7 +229,8 @@ def test_stacked_runs_are_those_that_are_alone(
 def test_stacked_runs_are_played_together_as_each_alone(
     data: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """One whose checkpoint cannot be read fails alone; Ctrl-C leaves all to the next call."""
+    """One whose checkpoint cannot be read fails alone; the next call plays it, and what Ctrl-C
+    left."""
     trials = trials_of(data, "evaluate.episodes=3", "evaluate.seed=5", "train.evaluate_every=10")
     count = list[int]()
 
@@ -235,7 +241,7 @@ def test_stacked_runs_are_played_together_as_each_alone(
         return evaluate_together(played, *words)
 
     def damaged(path: Path) -> Any:
-        if (path.parts[-3], path.name) == ("t1", "step-00000010"):
+        if (path.parts[-3], path.name) == ("t1", "step-00000010") and not count:
             raise one_damaged
         return find_trained(path)
 
@@ -245,13 +251,13 @@ def test_stacked_runs_are_played_together_as_each_alone(
     with pytest.raises(TrainingInterrupted):
         concurrently(trials, tmp_path)
     assert set(concurrently(trials, tmp_path).values()) == {None}
-    assert count == [3, 4, 4]
+    assert count == [3, 4, 4, 1]
     for trial in trials:
         file = tmp_path / trial.name / "evaluations.jsonl"
         records = list(read_lines(file, EvaluationReport))
-        assert [record.step for record in records] == [10, 20]
-        failed = [record.step for record in records if record.error]
-        assert failed == ([10] if trial.name == "t1" else [])
+        failed = [10] if trial.name == "t1" else []
+        assert [record.step for record in records if record.error] == failed
+        assert [record.step for record in records] == [*failed, 10, 20]
         alone = evaluate(tmp_path / trial.name, quiet=True)
         assert records[-1].to_json()["targets"] == alone.to_json()["targets"]
 
@@ -263,6 +269,39 @@ def test_runs_that_stand_at_other_steps_are_stacked_apart(data: Path, tmp_path: 
     train_run(half, out=tmp_path / "t0", quiet=True)
     assert set(concurrently(trials, tmp_path).values()) == {None}
     assert [last_step(tmp_path / trial.name) for trial in trials] == [20] * 4
+
+
+@pytest.mark.parametrize("changes", [(), pytest.param(CUDA, marks=[*ON_TWO_GPUS, INDUCTOR])])
+def test_gpus_share_the_stacks_of_a_sweep(
+    data: Path, tmp_path: Path, changes: tuple[str, ...]
+) -> None:
+    """A process each: runs are what they are alone, also after a stop; errors are told here."""
+    steps = () if changes else ("train.steps=200", "train.checkpoint_every=200")
+    trials = trials_of(data, *changes, *steps, "model.dropout=0")
+    folder, train = tmp_path / "all", partial(train_on_gpus, gpus=["0", "1"])
+    names = [trial.name for trial in trials if trial.name != "t1"]
+
+    def stop() -> None:
+        while not any(last_step(folder / name) > 20 for name in names):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    folder.mkdir()
+    (folder / "t1").touch()
+    if not changes:
+        thread = threading.Thread(target=stop)
+        thread.start()
+        with pytest.raises(TrainingInterrupted):
+            concurrently(trials, folder, train=train)
+        thread.join()
+        assert any(last_step(folder / name) < 200 for name in names)
+    assert concurrently(trials, folder, train=train) == dict.fromkeys(names) | {
+        "t1": "OUTPUT_WRITE"
+    }
+    for trial in trials:
+        if trial.name in names:
+            alone = train_run(trial.recipe, out=tmp_path / trial.name, quiet=True)
+            assert_alike(folder / trial.name, alone)
 
 
 # what ends them --------------------------------------------------------------------------------

@@ -395,7 +395,9 @@ def sweep(
     overrides: list[str] = Axes(),
     seeds: str | None = Option(None, help="Number of seeds from 0 on (8), or a list (3,5,7)."),
     out: Path | None = Option(None, help="Sweep directory; default runs/NAME-sweep."),
-    parallel: int | None = Option(None, min=1, help="Runs at a time; default: as many as pay off."),
+    parallel: int | None = Option(
+        None, min=1, help="Runs at a time, on each GPU; default: what pays off."
+    ),
     exact: Exact = False,
     ray: Ray = None,
     as_json: Json = False,
@@ -483,7 +485,7 @@ def strategies(
     strategies: str | None = Option(None, help="uniform_steps,top_k:k=50 or such; or a YAML file."),
     train: bool = Option(False, "--train", help="Train each as well, and compare the returns."),
     seeds: int | None = Option(None, min=1, help="Runs of each, with --train; default 3."),
-    parallel: int | None = Option(None, min=1, help="Runs at a time, with --train."),
+    parallel: int | None = Option(None, min=1, help="Runs at a time, on each GPU, with --train."),
     exact: Exact = False,
     ray: Ray = None,
     out: Path | None = Option(None, help="Folder of page and runs; default runs/NAME-strategies."),

@@ -51,11 +51,11 @@ def train_concurrently(work: Work) -> None:
     """Train the trials together in this process; raise ``INTERRUPTED`` after Ctrl-C."""
     alone, shapes = torch_alone("a sweep", quiet=False), _many_shapes(work.trials, work.device)
     with alone, StopRequest() as stop, current(work.device), shapes:
-        _Scheduler(work, stop).train(deque(_alike(work)))
+        _Scheduler(work, stop).train(deque(stacks_of(work)))
 
 
-def _alike(work: Work) -> Iterator[list[Trial]]:
-    """Yield the trials that make one stack, those of one step, in stacks of about one size."""
+def stacks_of(work: Work) -> Iterator[list[Trial]]:
+    """Yield the trials of each stack: of one shape and step, in stacks of about one size."""
     alike, able = dict[str, list[Trial]](), dict[str, bool]()
     for trial in work.trials:
         key = stack_key(trial.recipe)

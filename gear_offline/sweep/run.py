@@ -32,6 +32,7 @@ from gear_offline.runs.evaluations import MOST_WORKERS
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.runs.prepare import prepare_dataset, resolve
 from gear_offline.sweep.concurrent import MOST_ON_A_GPU, train_concurrently
+from gear_offline.sweep.gpus import gpus_of, train_on_gpus
 from gear_offline.sweep.jobs import LOCK_SECONDS, Work, train_in_pool, train_in_processes
 from gear_offline.sweep.report import SweepResult, read_sweep
 from gear_offline.sweep.results import is_complete, is_played, steps_done
@@ -74,8 +75,8 @@ def sweep(
     out
         Directory of the sweep; by default ``runs/NAME-sweep``.
     parallel
-        Trials at a time, on a GPU also in a stack; by default 16 on a GPU, one a core on a CPU,
-        with Ray one a GPU or core.
+        Trials at a time, on each GPU, there also in a stack; by default 16 on a GPU, one a core on
+        a CPU, with Ray one a GPU or core.
     exact
         On a GPU, do not stack trials of the same shape: each gives the bits of a run alone.
     ray
@@ -210,7 +211,7 @@ def run_trials(
             )
             try:
                 with progress:
-                    _train(work, pool)
+                    _train(work, pool, [] if is_bound else gpus_of(device))
             except TrainingInterrupted as error:
                 what, remedy = "stopped; what is done is saved", "the same command goes on"
                 raise TrainingInterrupted(error.code, what, str(out), remedy) from error
@@ -286,9 +287,11 @@ def report_of(caller: Caller, run: Path) -> str | None:
     return None
 
 
-def _train(work: Work, pool: RayPool | None) -> None:
+def _train(work: Work, pool: RayPool | None, gpus: Sequence[str]) -> None:
     if pool is not None:
         train_in_pool(work, pool, patience=LOCK_SECONDS)
+    elif min(len(gpus), len(work.trials)) > 1:
+        train_on_gpus(work, gpus)
     elif work.parallel == 1 or work.device.type == "cuda":
         train_concurrently(work)
     else:
