@@ -17,6 +17,7 @@ import gymnasium
 import pytest
 import torch
 
+import gear_offline as go
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
 from gear_offline.evaluation.play import tasks_of
@@ -203,6 +204,35 @@ def test_an_evaluation_that_fails_is_recorded_and_training_goes_on(
     best = json.loads((run / "summary.json").read_text())["evaluation_best"]
     assert (best is None) == (len(failed) == 3)
     assert all(pool.closed for pool in fake.made)
+
+
+def test_an_evaluation_that_failed_is_played_once_again_by_each_call(
+    data: Path, in_process: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """What is last and best is that of a run whose evaluations never failed."""
+    ask, calls = Policy.ask, list[int]()
+
+    def refuse_first(self: Policy, *inputs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise NAN
+        return ask(self, *inputs)
+
+    recipe = tiny_recipe(data, "evaluate.background=off", "train.keep_checkpoints=9")
+    monkeypatch.setattr(Policy, "ask", refuse_first)
+    for lines in ([7, 14, 20], [7, 14, 20, 7], [7, 14, 20, 7, 7], [7, 14, 20, 7, 7]):
+        if lines.count(7) < 3:
+            calls.clear()
+        (result,) = go.sweep(recipe, seeds=1, parallel=1, out=tmp_path / "sweep", quiet=True).trials
+        records = read_records(result.path / "evaluations.jsonl")
+        assert [record["step"] for record in records] == lines
+    run, whole = open_run(result.path), open_run(in_process)
+    summary = json.loads((run.path / "summary.json").read_text())
+    assert result.last is not None and result.last.step == summary["evaluation_last"]["step"] == 20
+    for ours, other in ((run.last, whole.last), (run.best, whole.best), (result.last, whole.last)):
+        assert ours is not None and other is not None
+        assert (ours.step, ours.mean_return) == (other.step, other.mean_return)
+    assert [*map(int, run.evaluations["step"])] == [7, 14, 20]
 
 
 @pytest.mark.parametrize("stop", [8, 19, "end"])

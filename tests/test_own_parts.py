@@ -419,7 +419,7 @@ class Sized(go.SequenceModel):
         settings: Any = again.policy(device="cpu").model.settings
         assert {name: getattr(settings, name) for name in expected} == expected
         assert "inherited" not in (own / out / "recipe.yaml").read_text()
-    with one_error("RECIPE", "unknown option 'model.heads', `recipes"):
+    with one_error("RECIPE", "unknown option 'model.heads' of mlp, `recipes"):
         go.load_recipe("base.yaml", {"model.kind": "mlp", "model.heads": 2})
     with one_error("RECIPE", "unknown option 'model.heads'"):
         go.train("base.yaml", {**options(model__kind="sized.py:Sized"), "model.heads": 2}, out="x")
@@ -452,6 +452,8 @@ def test_a_file_of_other_content_is_another_part(own: Path) -> None:
     assert not hasattr(other.model, "width"), "it has options of its own"
     with one_error("RUN_MISMATCH", "model.kind was .*net.py:Net' when .* is .*other"):
         go.train("run", ["model.kind=other/net.py:Net"], resume=True, quiet=True)
+    with one_error("RUN_MISMATCH", "model.kind was .*net.py:Net' when .* is 'decoupled'"):
+        go.train("run", ["model.kind=decoupled"], resume=True, quiet=True)
     (own / "net.py").unlink()
     assert run.recipe.replace({"model.kind": "other/net.py:Net"}).model.width == 4, "it moved"
 

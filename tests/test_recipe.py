@@ -106,7 +106,7 @@ def test_a_short_run_has_a_short_warm_up() -> None:
         ("modle.layers=2", "did you mean 'model.layers'"),
         ("train.lr=1", "did you mean 'optimizer.learning_rate'"),
         ("environment=x", "did you mean 'evaluate.environment'"),
-        ("model.xyz=2", "unknown option 'model.xyz', `recipes validate` prints all there are"),
+        ("model.xyz=2", "unknown option 'model.xyz' of decision_transformer, `recipes validate`"),
         ("train.steps=many", 'train.steps: Input should be a whole number, got "many"'),
         ("train.skip=3", "a list, as in [1, 2]"),
         ("evaluate.targets=[3600, 1800, 3600]", "evaluate.targets: names a return twice"),

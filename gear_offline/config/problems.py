@@ -90,7 +90,8 @@ def option_text(model: type[BaseModel], problem: Any) -> str:
         name, guess = ".".join(path), f"model.{own}" if own else guess_option(model, path)
         hint = "`recipes validate` prints all there are"
         hint = f"did you mean {guess!r}?" if guess not in (None, name) else hint
-        return f"unknown option {name!r}, {hint}"
+        where = f" of {problem['loc'][1]}" if kind else ""
+        return f"unknown option {name!r}{where}, {hint}"
     return problem_text(problem)
 
 

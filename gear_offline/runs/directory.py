@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gear_offline.config.files import flat
+from gear_offline.config.files import KINDS, flat
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import LOCK, HeldDirectory, unusable, write_file
 from gear_offline.core.hub import is_there
@@ -178,7 +178,7 @@ def _differences(
     if not is_resolved:
         free |= {key for key in {*old, *new} if new.get(key) is None} | {"model.action_tanh"}
     free |= {key for key in {*old, *new} if ORIGIN.fullmatch(key) or old.get(key) == "auto"}
-    for key in sorted({*old, *new} - free):
+    for key in sorted({*old, *new} - free, key=lambda key: (key not in KINDS, key)):
         if not is_same(old.get(key), new.get(key)):
             yield key, old.get(key), new.get(key)
 

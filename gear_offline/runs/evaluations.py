@@ -46,7 +46,7 @@ from gear_offline.runs.run import best_of
 from gear_offline.training.checkpoint import Keep, list_checkpoints
 from gear_offline.training.json_lines import AppendedFile
 from gear_offline.training.learner import Learner
-from gear_offline.training.records import EvaluationReport, read_lines
+from gear_offline.training.records import EvaluationReport, read_evaluations
 from gear_offline.training.saving import Saver
 from gear_offline.training.seeding import torch_threads
 from gear_offline.training.trained import find_trained
@@ -213,9 +213,9 @@ class RunEvaluations(Closing):
         self._player.runs.append(self)
         self._queue: dict[int, _Waiting] = {}  # by step, ascending
         self._polled = 0.0
-        file = self._path / "evaluations.jsonl"
-        self.recorded = list(read_lines(file, EvaluationReport))
-        self._file = AppendedFile(file)
+        # those that failed are played again
+        self.recorded = [report for report in read_evaluations(self._path) if not report.error]
+        self._file = AppendedFile(self._path / "evaluations.jsonl")
 
     @property
     def outstanding(self) -> tuple[int, ...]:
@@ -230,7 +230,7 @@ class RunEvaluations(Closing):
         return Keep(newest=newest, best=step, pinned=self.outstanding)
 
     def _is_new(self, step: int) -> bool:
-        return step not in self._queue and all(r.step != step or r.error for r in self.recorded)
+        return step not in self._queue and all(r.step != step for r in self.recorded)
 
     def must_wait(self, step: int) -> bool:
         """True if an evaluation of `step` could not begin before another is done."""
@@ -334,12 +334,11 @@ class RunEvaluations(Closing):
             played = played.model_copy(update={"device": str(self.plan.device)})
         stale = {"staleness_steps": now - step, "staleness_seconds": round(seconds, 3)}
         record = played.model_copy(update={"run": name, "step": step, **stale})
-        self.recorded.append(record)
+        self.recorded = sorted([*self.recorded, record], key=lambda report: report.step or 0)
         self._file.append(record.to_json())
-        short, whole = record.summary()
         late = f" ({seconds:,.0f} s and {now - step:,} steps ago)" if now > step else ""
-        self._progress.update(now, last=short)
-        self._progress.say(f"step {step:,}{late}: {whole}")
+        self._progress.update(now, last=self.recorded[-1].summary()[0])
+        self._progress.say(f"step {step:,}{late}: {record.summary()[1]}")
         self._callbacks.tell("on_evaluation", step, finite(record.to_json()))
 
     def finish(self) -> Iterator[bool]:

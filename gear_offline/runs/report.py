@@ -34,6 +34,7 @@ from gear_offline.training.records import (
     TargetResult,
     TaskResult,
     read_document,
+    read_evaluations,
     read_lines,
     score_text,
 )
@@ -52,8 +53,7 @@ def write_report(run: str | os.PathLike[str], *, final: EvaluationReport | None 
     place = run / "recipe.yaml"
     recipe = Recipe.parse(read_yaml(place), where=str(place)) if place.is_file() else None
     logged = {line.step: line.loss for line in read_lines(run / "metrics.jsonl", MetricsRecord)}
-    played = read_lines(run / "evaluations.jsonl", EvaluationReport)
-    evaluations = [evaluation for evaluation in played if evaluation.error is None]
+    evaluations = [report for report in read_evaluations(run) if report.error is None]
     if final is None:
         written = read_document(run / "evaluation.json", EvaluationReport)
         known = [r for r in (written, *evaluations) if r is not None]

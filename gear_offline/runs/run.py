@@ -22,7 +22,7 @@ from gear_offline.errors import InputError, given_path
 from gear_offline.progress import Printed, Terminal, print_table
 from gear_offline.training.checkpoint import list_checkpoints, no_run
 from gear_offline.training.json_lines import last_record, read_records
-from gear_offline.training.records import EvaluationReport, read_lines, score_text
+from gear_offline.training.records import EvaluationReport, read_evaluations, score_text
 
 if TYPE_CHECKING:  # it loads torch
     from gear_offline.models.policy import Policy
@@ -97,7 +97,7 @@ class Run(os.PathLike[str]):
     @property
     def evaluations(self) -> Any:
         """The evaluations while training, as `metrics`: ``step``, ``return``, ``targets``, ..."""
-        return _frame(read_records(self.path / "evaluations.jsonl"))
+        return _frame([report.to_json() for report in read_evaluations(self.path)])
 
     @property
     def best(self) -> EvaluationReport | None:
@@ -111,8 +111,7 @@ class Run(os.PathLike[str]):
 
     def played(self) -> list[EvaluationReport]:
         """Return the evaluations that did not fail, in the order of steps."""
-        records = read_lines(self.path / "evaluations.jsonl", EvaluationReport)
-        return [record for record in records if record.ranking is not None]
+        return [report for report in read_evaluations(self.path) if report.ranking is not None]
 
     def policy(
         self,

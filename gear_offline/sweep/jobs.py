@@ -30,7 +30,7 @@ from gear_offline.sweep.results import steps_done
 from gear_offline.sweep.trials import Trial
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import PublishedTables, attach_tables
-from gear_offline.training.records import EvaluationReport, read_lines
+from gear_offline.training.records import read_evaluations
 from gear_offline.workers import LOST, Caller, Pool, WorkerPool
 
 POLL_SECONDS = 0.2
@@ -62,8 +62,8 @@ class Work:
         """Note how a trial has ended; raise ``DEVICE``, after which nothing can go on."""
         if error is not None and error.code == "DEVICE":
             raise error
-        how, file = "complete", self.folder / trial.name / "evaluations.jsonl"
-        if reports := [*read_lines(file, EvaluationReport)]:
+        how = "complete"
+        if reports := read_evaluations(self.folder / trial.name):
             how += f"; step {reports[-1].step:,}: {reports[-1].summary()[1]}"
         if error is not None:
             how = self.failures[trial.name] = f"{error.code}: {error.message}"

@@ -14,10 +14,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from gear_offline.config.recipe import Recipe
 from gear_offline.core.text import Document, short
 from gear_offline.errors import InputError
 from gear_offline.progress import Terminal, print_table
 from gear_offline.sweep.trials import Trial
+from gear_offline.training.checkpoint import list_checkpoints
 from gear_offline.training.json_lines import last_record
 from gear_offline.training.records import (
     EvaluationReport,
@@ -25,6 +27,7 @@ from gear_offline.training.records import (
     RunSummary,
     mean_interval,
     read_document,
+    read_evaluations,
     read_lines,
 )
 
@@ -129,7 +132,7 @@ class SeedTable(Document):
 def read_result(trial: Trial, path: Path, error: str | None = None) -> TrialResult:
     """Read the result of a trial from its run directory; `error` if the trial has failed."""
     metrics, done = read_lines(path / "metrics.jsonl", MetricsRecord), is_complete(trial, path)
-    reports = list(read_lines(path / "evaluations.jsonl", EvaluationReport))
+    reports = read_evaluations(path)
     played = [report for report in reports if report.ranking is not None]
     return TrialResult(
         trial=trial,
@@ -157,10 +160,11 @@ def is_complete(trial: Trial, path: Path) -> bool:
     return summary is not None and summary.steps == trial.recipe.train.steps
 
 
-def is_played(path: Path) -> bool:
-    """Return true unless the last evaluation of a run has failed."""
-    reports = list(read_lines(path / "evaluations.jsonl", EvaluationReport))
-    return not reports or reports[-1].error is None
+def is_played(recipe: Recipe, path: Path) -> bool:
+    """Return true unless a checkpoint of a run is to be played, for the first time or again."""
+    played = {report.step for report in read_evaluations(path) if report.error is None}
+    due = (step for step, _ in list_checkpoints(path / "checkpoints") if recipe.evaluates_at(step))
+    return played.issuperset(due)
 
 
 def steps_done(path: Path) -> int:

@@ -179,7 +179,8 @@ def run_trials(
             threads = file.threads = file.threads or max(1, min(node_cores, cores // parallel))
         paths = {trial.name: directory.run_path(trial) for trial in trials}
         done = {trial.name for trial in trials if is_complete(trial, paths[trial.name])}
-        left = [t for t in trials if t.name not in done or not is_played(paths[t.name])]
+        whole = {name for name in done if is_played(resolved[name], paths[name])}
+        left = [trial for trial in trials if trial.name not in whole]
         for trial in trials:  # complete ones too: the name of a run has to tell what it is
             check_resumed(directory.run_path(trial), resolved[trial.name])
         if pool is not None:

@@ -299,6 +299,12 @@ def read_lines(path: Path, kind: type[R]) -> Iterator[R]:
         yield record
 
 
+def read_evaluations(run: Path) -> list[EvaluationReport]:
+    """Return the newest evaluation of each step of a run, in the order of steps."""
+    reports = {r.step or 0: r for r in read_lines(run / "evaluations.jsonl", EvaluationReport)}
+    return [reports[step] for step in sorted(reports)]
+
+
 def read_document(path: Path, kind: type[R]) -> R | None:
     """Return the content of a JSON file; None when missing."""
     try:

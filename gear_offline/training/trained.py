@@ -36,7 +36,7 @@ from gear_offline.training.checkpoint import (
     run_damaged,
     while_removed,
 )
-from gear_offline.training.records import EvaluationReport, read_document, read_lines
+from gear_offline.training.records import EvaluationReport, read_document, read_evaluations
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def _achieved(trained: TrainedModel, task: str | None) -> tuple[Achieved, ...]:
         return trained.facts.achieved
     records: list[EvaluationReport | None] = []
     with suppress(InputError):  # nothing of it is needed to act
-        records += read_lines(trained.run / "evaluations.jsonl", EvaluationReport)
+        records += read_evaluations(trained.run)
         records += [read_document(trained.run / "evaluation.json", EvaluationReport)]
     reports = [r for r in records if r is not None and r.step == trained.facts.step]
     targets = reports[-1].named.get(task or "", reports[-1]).targets if reports else ()
