@@ -85,7 +85,11 @@ def test_policies_that_play_together_get_what_each_gets_alone(
             assert "broken" in str(played[4]) and "NaN" in str(played[5])
 
 
-def test_no_more_environments_play_at_once_than_memory_has_room_for(monkeypatch: Patch) -> None:
+def test_no_more_environments_play_at_once_than_memory_has_room_for(
+    monkeypatch: Patch, capsys: Captured
+) -> None:
+    """Also where those of the first evaluation stay, which take from what is left."""
+
     class Heavy(Counted):
         are_open, most = 0, 0
 
@@ -99,13 +103,20 @@ def test_no_more_environments_play_at_once_than_memory_has_room_for(monkeypatch:
 
     maker: Any = Heavy
     gymnasium.register("GearTest/Heavy-v0", maker)
-    monkeypatch.setattr(play, "available_bytes", lambda: 200 << 20)
-    report = evaluated(
-        np.zeros(3), "GearTest/Heavy-v0", 1.0, 2.0, episodes=12, environments=12, seed=1
+    monkeypatch.setattr(play, "available_bytes", lambda: (200 - 32 * Heavy.are_open) << 20)
+    task = EvaluationTask(
+        environment="GearTest/Heavy-v0", targets=(1.0, 2.0), episodes=12, environments=12, seed=1
     )
-    assert 2 <= Heavy.most <= 7, "200 MiB hold six; 24 were asked for"
     returns = tuple((n % 7 + 1) * (n % 7 + 2) / 2 for n in range(1, 13))
-    assert [target.returns for target in report.targets] == [returns, returns]
+    with Stage() as stage:
+        for _ in range(2):
+            playing = [(always(Constant(np.zeros(3))), [task])]
+            (report,) = evaluate_together(playing, stage, quiet=False)
+            assert 2 <= Heavy.most <= 7, "200 MiB hold six; 24 were asked for"
+            assert not isinstance(report, Exception)
+            assert [target.returns for target in report.targets] == [returns, returns]
+            assert report.environments == 3, "of each target"
+            assert "memory has room for 6 environments at once" in capsys.readouterr().err
 
 
 def test_report_numbers_and_json() -> None:

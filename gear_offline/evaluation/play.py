@@ -160,6 +160,17 @@ class Stage(Closing):
     def __init__(self, cores: int | None = None, *, keep: bool = True) -> None:
         self._cores, self.keep, self.is_closed = cores, keep, False
         self._made: dict[str, Environments] = {}
+        self._room: dict[str, int] = {}
+
+    def room(self, task: EvaluationTask) -> int:
+        """Return the environments that memory has room for, those that are kept included."""
+        if task.kind not in self._room:
+            each = ENVIRONMENT_BYTES
+            if task.slots > CPU_ENVIRONMENTS:
+                with suppress(GearError):
+                    each = max(each, weigh(task.environment, task.environment_options))
+            self._room[task.kind] = available_bytes() // each
+        return self._room[task.kind]
 
     def environments(self, task: EvaluationTask, policies: int) -> Environments:
         """Return environments for so many policies at least, each with the slots of a task."""
@@ -200,13 +211,11 @@ def evaluate_together(
     for part in chain.from_iterable(parts):
         alike.setdefault(part.task.kind, []).append(part)
     for same in alike.values():
-        task, each = same[0].task, ENVIRONMENT_BYTES
-        if task.slots > CPU_ENVIRONMENTS:
-            with suppress(GearError):
-                each = max(each, weigh(task.environment, task.environment_options))
-        if (room := available_bytes() // each) < task.slots:
+        task = same[0].task
+        if (room := stage.room(task)) < task.slots:
             most = max(1, room // len(task.targets))
-            say(f"{task.environment}: memory has room for {most} at once", quiet=quiet)
+            count = count_text(most * len(task.targets), "environment")
+            say(f"{task.environment}: memory has room for {count} at once", quiet=quiet)
             for part in same:
                 part.task = replace(part.task, environments=most)
         portions = -(-len(same) // max(1, min(MOST_ENVIRONMENTS, room) // same[0].task.slots))
@@ -244,7 +253,6 @@ class _TaskPlay:
             data_worst=worst,
             data_best=best,
             seed=task.seed,
-            environments=task.environments,
             goals=task.goals,
         )
         return cls(policy_of, task, asked)
@@ -252,7 +260,8 @@ class _TaskPlay:
     def result(self) -> TaskResult:
         if isinstance(self.played, Exception):
             raise self.played
-        return self.asked.with_targets(self.played)
+        asked = self.asked.model_copy(update={"environments": self.task.environments})
+        return asked.with_targets(self.played)
 
     def turns(
         self, environments: Environments, number: int, quiet: bool, **options: Any
