@@ -27,6 +27,7 @@ from gear_offline.progress import Terminal
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.sampling import find_strategy, make_sampler, strategy_names
 from gear_offline.sampling.registry import _STRATEGIES
+from gear_offline.sources import from_episodes
 from gear_offline.sweep import run as sweep_run
 from tests.sampling_support import keys
 from tests.support import ROOT, ArraySource, failing_code, hopper_columns, make_dataset, one_error
@@ -140,6 +141,17 @@ def test_returns_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     with one_error("COLUMN") as caught:
         compare_strategies(recipe, "fifo", out=tmp_path / "out", quiet=True)
     assert "2 episodes" in caught.value.what
+
+
+def test_data_without_rewards_have_no_returns_to_compare(tmp_path: Path) -> None:
+    """The errors name what needs none."""
+    steps = {"observations": np.ones((6, 3), np.float32), "actions": np.ones((6, 2), np.float32)}
+    convert(from_episodes([steps | {"truncated": True}] * 3), tmp_path / "d", quiet=True)
+    dataset = open_dataset(tmp_path / "d")
+    with one_error("COLUMN", "no rewards.*sweep RECIPE selection.strategy=A,B"):
+        compare_strategies(recipe_of(dataset, "loader.goals={future: 1.0}"), "fifo", quiet=True)
+    with one_error("SELECTION", "data without rewards .*: use selection.strategy=uniform_steps"):
+        make_sampler("top_k", dataset, k=1)
 
 
 def test_returns_that_are_equal_but_for_rounding(tmp_path: Path) -> None:

@@ -127,6 +127,9 @@ def describe(dataset: TableData) -> Data:
     if bad := int((~np.isfinite(returns)).sum()):
         what = f"{count_text(bad, 'episode')} with a return that is NaN or infinite"
         remedy = "convert the source again without --allow-nonfinite, or leave them out"
+        if "rewards" not in dataset.spec:
+            what = "the data have no rewards, so no returns to compare draws by"
+            remedy = "compare scores: `gear-offline sweep RECIPE selection.strategy=A,B --seeds 5`"
         raise InputError("COLUMN", what, data_name(dataset), remedy)
     shares, edges = _histogram(returns, lengths)
     return Data(
