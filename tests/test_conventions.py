@@ -382,7 +382,7 @@ def test_rows_that_may_be_late_are_told(tmp_path: Path, capsys: Captured) -> Non
         error = capsys.readouterr().err
         assert error.count("is_first is here") == said == error.count("--shift actions=1,rewards=1")
     assert go.open_dataset(out).episodes.lengths.tolist() == [3, 5]  # RLDS: no action at the end
-    for shift in ("nothing=1", "actions=-1", "actions"):
+    for shift in ("nothing=1", "actions=-1", "actions", "actions=true", "actions=1.5"):
         arguments = [str(tmp_path / "a.npz"), str(out), "--columns", columns, "--shift", shift]
         assert main(["convert", *arguments]) == 2 and "actions=1" in capsys.readouterr().err
 

@@ -71,7 +71,7 @@ def shift_source(source: Source, shift: Mapping[str, int]) -> Source:
     named = dict[str, int]()
     for name, by in shift.items():
         below = [c.name for c in source.spec if c.name == name or c.name.startswith(f"{name}/")]
-        if not below or not (isinstance(by, int) and 0 <= by <= MOST_SHIFT):
+        if not below or type(by) is not int or not 0 <= by <= MOST_SHIFT:
             remedy = "write it like actions=1,rewards=1; columns here: "
             remedy += some_names(column.name for column in source.spec)
             raise InputError("USAGE", f"shift {name}={by} cannot be made", remedy=remedy)
