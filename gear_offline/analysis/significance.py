@@ -113,8 +113,10 @@ def compare(trials: Sequence[TrialResult]) -> tuple[str, list[Outcome]]:
         lacking = [result for result in complete if result.trial.name not in there]
         failures = [(result.trial.name, str(result.error)) for result in members if result.error]
         for result in lacking:
-            errors = [f"evaluation failed: {error}" for error in result.unplayed.values()]
-            failures.append((result.trial.name, [f"no {metric} at step {step:,}", *errors][-1]))
+            why = f"no {metric} at step {step:,}"
+            for error in result.unplayed.values():  # the last one counts
+                why = f"evaluation failed: {error}"
+            failures.append((result.trial.name, why))
         middle = iqm_interval(rows) if values else (None, None, None)
         pairs = [seed for seed in values if seed in baseline]
         versus = None

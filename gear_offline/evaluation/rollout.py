@@ -233,11 +233,11 @@ def turns(
 ) -> Generator[None, None, Episodes]:
     """Play episode i with ``seeds[i]`` and ``targets[i]``, for every i, to its end.
 
-    Yields by turns while the policy chooses its actions, and when its `slots`, by default all, are
-    to do what is in them.  Where the environments
-    have goals, targets are numbers of tasks.  Episodes are cut after the environment's own limit,
-    or 10,000 steps.  The first `keep_actions` episodes keep their actions.  `on_episode` is
-    told how many episodes have ended, whenever some have.
+    Yields twice a step: while the policy chooses its actions, and when its `slots`, by default all,
+    are to do what is in them.  Where the environments have goals, targets are numbers of tasks.
+    Episodes are cut after the environment's own limit, or 10,000 steps.  The first `keep_actions`
+    episodes keep their actions.  `on_episode` is told how many episodes have ended, whenever some
+    have.
     """
     from gear_offline.models.policy import Policy  # loads torch, which workers do without
 
@@ -251,6 +251,9 @@ def turns(
     slots["todo"] = IDLE
     playing = np.full(slots.size, -1, np.int64)  # slot -> episode; -1: none
     waiting = iter(range(len(seeds)))
+    ask: Any = None  # of a policy with an `act` of its own there is no other way
+    if isinstance(policy, Policy) and type(policy).act is Policy.act:
+        ask = policy.ask
     while True:
         begun, stepped = (np.flatnonzero(slots["todo"] == done) for done in (TO_RESET, TO_STEP))
         slots["todo"] = IDLE  # also if the policy fails
@@ -273,10 +276,8 @@ def turns(
                 on_episode(int(over.sum()))
         active = np.flatnonzero(playing >= 0)
         if active.size:
-            ask: Any = partial(partial, policy.act)
-            if isinstance(policy, Policy) and type(policy).act is Policy.act:
-                ask = policy.ask
-            actions = ask(slots["observation"][active], active)
+            seen = slots["observation"][active]
+            actions = ask(seen, active) if ask else partial(policy.act, seen, active)
         yield
         if active.size:
             slots["action"][active] = facts.bounded(finite_actions(actions()))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from gear_offline.core.interruption import StopRequest
@@ -40,22 +41,24 @@ def train_on_gpus(work: Work, gpus: Sequence[str]) -> None:
     """
     work = replace(work, parallel=min(work.parallel, -(-len(work.trials) // len(gpus))))
     stacks, trials = list(stacks_of(work)), {trial.name: trial for trial in work.trials}
-    cores = sorted(os.sched_getaffinity(0))
     dealt = [list(chain(*stacks[number :: len(gpus)])) for number in range(len(gpus))]
     shares = [share for share in dealt if share]
+    cores = sorted(os.sched_getaffinity(0))
+    blocks = np.array_split(cores, len(shares))  # neighbours share caches
 
     def note(message: dict[str, int] | tuple[str, GearError | None]) -> None:
-        if isinstance(message, tuple):
-            work.end(trials[message[0]], message[1])
-        for name, steps in message.items() if isinstance(message, dict) else ():
-            work.moved(trials[name], steps)
+        if isinstance(message, dict):
+            for name, steps in message.items():
+                work.moved(trials[name], steps)
+        else:
+            name, error = message
+            work.end(trials[name], error)
 
     with WorkerPool(len(shares), threads=None) as pool, StopRequest() as stop:
         pool.on_message, failed, interrupted = note, list[GearError](), False
-        for number, (share, gpu) in enumerate(zip(shares, gpus, strict=False)):
-            own = cores[number :: len(shares)] or cores
+        for share, gpu, block in zip(shares, gpus, blocks, strict=False):
             how = work.folder, work.device.type, work.parallel, work.exact, work.known
-            pool.submit(f"{__name__}:train_share", share, gpu, own, *how)
+            pool.submit(f"{__name__}:train_share", share, gpu, block.tolist() or cores, *how)
         running = len(shares)
         while running:
             if stop.signal_name is not None and not interrupted:
@@ -74,16 +77,16 @@ def train_on_gpus(work: Work, gpus: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Share(Work):
+class _GpuWork(Work):
     """The trials of one process, which tells its caller how they move and end."""
 
     caller: Caller
-    told: list[float] = field(default_factory=lambda: [0.0])  # when it did so last
+    sent_at: list[float] = field(default_factory=lambda: [0.0])  # the last steps, in seconds
 
     def moved(self, trial: Trial, steps: int) -> None:
         self.steps[trial.name] = steps
-        if (now := time.monotonic()) > self.told[0] + POLL_SECONDS:
-            self.told[0] = now
+        if (now := time.monotonic()) > self.sent_at[0] + POLL_SECONDS:
+            self.sent_at[0] = now
             self.caller.send(self.steps)
 
     def end(self, trial: Trial, error: GearError | None) -> None:
@@ -113,7 +116,7 @@ def train_share(
         environment.learn()
     recipes = {trial.recipe.data_key: trial.recipe for trial in trials}
     train_concurrently(
-        _Share(
+        _GpuWork(
             trials=trials,
             folder=folder,
             device=torch.device(device),

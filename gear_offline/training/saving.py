@@ -266,7 +266,7 @@ def _snapshot(
         return lambda: copies
     sizes = [tensor.numel() * tensor.element_size() for tensor in on_gpu.values()]
     *places, total = accumulate((-(-size // LINE) * LINE for size in sizes), initial=0)
-    made = [_room(device, total)]
+    held = [_room(device, total)]  # given up when the copies are in host memory
 
     def parts(memory: Tensor) -> dict[str, Tensor]:
         return {
@@ -277,7 +277,7 @@ def _snapshot(
     alike: dict[torch.dtype, list[str]] = {}
     for name, tensor in on_gpu.items():
         alike.setdefault(tensor.dtype, []).append(name)
-    copied = parts(made[0])
+    copied = parts(held[0])
     for names in alike.values():  # one launch for many tensors
         torch._foreach_copy_([copied[n] for n in names], [on_gpu[n] for n in names], True)
     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -285,7 +285,7 @@ def _snapshot(
 
     def on_host() -> dict[str, Tensor]:
         event.synchronize()
-        return copies | parts(_fetched(made.pop(), device))
+        return copies | parts(_fetched(held.pop(), device))
 
     return on_host
 
