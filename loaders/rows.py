@@ -48,6 +48,7 @@ class Limits(NamedTuple):
 
 CPU_LIMITS = Limits(16_384, 32 << 20, 32, 128 << 20)  # more leave the processor's caches
 GPU_LIMITS = Limits(65_536, 128 << 20, 64, 256 << 20)
+BLOCK_STEPS = 256  # at most: Python's collector takes twice as long a batch where 1,024 wait
 
 RankSegments = LocalSegments | ShardedSegments
 Gather = CpuGather | GpuGather
@@ -242,7 +243,7 @@ class RowOpener:
         if not self.stream.selection.ahead:
             return 1
         fits = limits.nbytes // max(self.stream.rank_batch * window, 1)
-        return max(1, min(limits.segments // self.stream.global_batch, fits))
+        return max(1, min(limits.segments // self.stream.global_batch, fits, BLOCK_STEPS))
 
     def _make_ring(self) -> Ring | None:
         """Return the share and landing rows of this rank; None where each node holds all rows."""
