@@ -226,6 +226,8 @@ def convert(
             source.info = source.info.with_facts(options=chosen)
         kept_columns = _pick_columns(source, columns, discrete)
         _refuse_encoded(source, kept_columns)
+        if kept is None or kept[-1]:
+            source.warn(*_looks_unused(whole))
         info = source.info if columns is None else _of_kept(source.info, kept_columns, names)
         source.info = info
         replaceable = is_only_dataset if overwrite else lambda path: False
@@ -447,12 +449,16 @@ def _looks_wrong(source: Source) -> Iterator[str]:
     odd = odd_episodes(lengths, source.terminated, info.rule, info.attributes, _names(source))
     for episodes, what, remedy in odd:
         yield f"{count_text(episodes.size, 'episode')} {what}: is this what you meant? {remedy}"
-    stop, groups = source.spec.steps, (REWARDS, *REQUIRED)
+
+
+def _looks_unused(source: Source) -> Iterator[str]:
+    """Yield a doubt about last rows that are zeros, with the option that leaves them out."""
+    stop, episodes, groups = source.spec.steps, source.spec.episodes, (REWARDS, *REQUIRED)
     told = [c.name for c in source.spec if c.name.split("/")[0] in groups][::-1]
     last = (source.read(name, stop - 2, stop) for name in told)  # mostly of rewards alone
-    if lengths.size > 1 < lengths[-1] and not any(rows.any() for rows in last):
+    if episodes > 1 < source.episodes.lengths[-1] and not any(rows.any() for rows in last):
         what = "the last rows are all zeros, as of a buffer that was not full"
-        yield f"{what}; --where 'episode < {lengths.size - 1}' leaves the last episode out"
+        yield f"{what}; --where 'episode < {episodes - 1}' leaves the last episode out"
 
 
 def _names(source: Source) -> list[str]:
