@@ -38,7 +38,7 @@ from gear_offline.evaluation.environments import (
     say_left_out,
     say_version,
 )
-from gear_offline.evaluation.play import check_sizes
+from gear_offline.evaluation.play import check_goals, check_sizes
 from gear_offline.loaders.options import loader_options, open_data, open_one, recipe_sampler
 from gear_offline.models.base import ModelSizes, ModelTask, settings_dump, typed_settings
 from gear_offline.models.decision_transformer import beyond_tanh
@@ -323,6 +323,8 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
         "evaluate.environment_options": options,
         "evaluate.reference": recipe.evaluate.reference or known,
     }
+    if recipe.evaluate.targets and goals and plays and facts is not None:
+        check_goals(facts, recipe.evaluate.targets)
     if recipe.evaluate.targets is None and goals:
         if plays and facts is not None and not facts.tasks:
             what, remedy = "it has no tasks with goals (task_infos)", "use evaluate.episodes=0"

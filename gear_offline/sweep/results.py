@@ -25,6 +25,7 @@ from gear_offline.training.records import (
     EvaluationReport,
     MetricsRecord,
     RunSummary,
+    failure_of,
     mean_interval,
     read_document,
     read_evaluations,
@@ -57,6 +58,7 @@ class TrialResult:
     curves: dict[str, dict[int, float]]  # values by step, by `RANKING`
     last: EvaluationReport | None  # the last evaluation that did not fail
     unplayed: Mapping[int, str] = field(default_factory=dict)  # errors of those that did, by step
+    failure: str | None = None  # its error, or that of its evaluations if every one failed
 
     @property
     def steps(self) -> int:
@@ -146,6 +148,7 @@ def read_result(trial: Trial, path: Path, error: str | None = None) -> TrialResu
         },
         last=played[-1] if played else None,
         unplayed={report.step or 0: report.error for report in reports if report.error},
+        failure=failure_of(reports) if done else error,
     )
 
 
