@@ -333,10 +333,10 @@ def _counts_steps(column: Any) -> bool:
     """Check that a column counts the steps of each episode from 0 on."""
     before = -1
     for _, part in _blocks(column):
-        previous = np.append(before, part := part.reshape(-1))[:-1]
-        if not np.where(part == 0, previous != 0, part == previous + 1).all():
+        steps = np.append(before, part)
+        if not np.where(steps[1:] == 0, steps[:-1] != 0, np.diff(steps) == 1).all():
             return False
-        before = part[-1]
+        before = steps[-1]
     return True
 
 
