@@ -36,7 +36,8 @@ def set_steps() -> None:
     recipe.train.steps = 5
 
 
-PENDULUM: Any = {"environment": "Pendulum-v1", "targets": (0.0,)}
+TASK: Any = EvaluationTask
+PENDULUM = {"environment": "Pendulum-v1", "targets": (0.0,)}
 MISTAKES: list[tuple[Callable[[Path], object], str]] = [
     (lambda d: loader(d, selection="top_percnt:percent=10"), "did you mean 'top_percent'"),
     (lambda d: next(iter(DataLoader(loader(d)))), "has no length"),
@@ -50,8 +51,8 @@ MISTAKES: list[tuple[Callable[[Path], object], str]] = [
     (lambda d: DOOR.collect("Pendulum-v1", "x.hdf5", steps="many"), "got 'many', need a number"),
     (lambda d: DOOR.collect("Pendulum-v1", "x.hdf5", seed=1.5), "got 1.5, need a number"),
     (lambda d: DOOR.sweep("smoke", {"data.path": str(d)}, seeds=2.5), "a whole number, got 2.5"),
-    (lambda d: EvaluationTask(**PENDULUM, episodes=2.5).settled(), "episodes is 2.5"),
-    (lambda d: EvaluationTask(**PENDULUM, seed="3").settled(), "seed is 3 (evaluate.seed)"),
+    (lambda d: TASK(**PENDULUM, episodes=2.5).settled(), "episodes is 2.5"),
+    (lambda d: TASK(**PENDULUM, seed="3").settled(), "seed is 3 (evaluate.seed)"),
     (lambda d: DOOR.load_recipe("smoke", "data.path=2024"), """quotes: data.path='"TEXT"'"""),
     (lambda d: DOOR.export_policy("runs/x", 5), "a int is not a path (out)"),
     (lambda d: DOOR.export_policy("runs/x", "x.pt"), "write x.onnx, or a folder: x"),
