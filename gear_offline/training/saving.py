@@ -53,23 +53,15 @@ LINE = 64  # bytes: copies begin at cache lines
 
 
 class Saver:
-    """Saves and prunes the checkpoints of one run; the ranks make it, and call `save`, together.
-
-    Attributes
-    ----------
-    before
-        Called in the writer's thread before a checkpoint takes its name: it makes metrics durable.
-    written, given_up
-        Steps whose checkpoints became whole, or did not; readers take them out.
-    stalled_seconds
-        How long `save` has held up training so far.
-    """
+    """Saves and prunes the checkpoints of one run; the ranks make it, and call `save`, together."""
 
     def __init__(self, learner: Learner, folder: Path) -> None:
         self._learner, self._folder, self._world = learner, folder, learner.world
+        # In the writer's thread before a checkpoint takes its name: it makes metrics durable.
         self.before: Callable[[], None] = lambda: None
+        # Steps whose checkpoints became whole, or did not; readers take them out.
         self.written, self.given_up = deque[int](), deque[int]()
-        self.stalled_seconds = 0.0
+        self.stalled_seconds = 0.0  # that `save` has held up training so far
         self._thread: threading.Thread | None = None  # that does what was begun last
         self._error: BaseException | None = None  # of what was begun
         self._writing: int | None = None  # the step that is written, or was last
