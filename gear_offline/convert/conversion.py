@@ -465,8 +465,8 @@ def _rows_look_wrong(source: Source, has_last: bool) -> Iterator[str]:
     if steps > 2 and kinds.get(NEXT, 0) == kinds.get(REQUIRED[0]):
         rows = min(steps, 3 + COMPARED_BYTES // source.spec[NEXT].step_bytes)
         after, now = source.read(NEXT, 0, rows - 1), source.read(REQUIRED[0], 1, rows)
-        jumps = ~np.isclose(after, now, 1e-3, 1e-3, equal_nan=True).reshape(rows - 1, -1).all(1)
-        if jumps := int(jumps.sum() - jumps[ends[ends < rows] - 1].sum()):
+        far = ~np.isclose(after, now, 1e-3, 1e-3, equal_nan=True).reshape(rows - 1, -1).all(1)
+        if jumps := np.setdiff1d(np.flatnonzero(far) + 1, ends).size:
             what = f"at {jumps:,} of the first {rows:,} steps {NEXT} are not those of the next row"
             yield f"{what}: ends are missing (--ends KIND:COLUMN), or rows are out of order"
 
