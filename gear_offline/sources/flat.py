@@ -78,9 +78,9 @@ def flat_source(
     """
     piece, names = Piece.of(columns), names or {}
     flags = chosen_flags(columns, names)
-    table = {name: rows for name, rows in columns.items() if name not in flags.values()}
+    table = {n: rows for n, rows in columns.items() if n not in {*FLAGS} & {*names.values()}}
     table |= {new: columns[old] for new, old in {**names, **flags}.items() if old in columns}
-    table = {**columns, **table, **(others or {})}
+    table |= others or {}
     left_out = facts.get("left_out", {})
     for mark in MARK.finditer(rule or ""):
         if mark[2] in left_out and mark[2] not in table:
