@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from itertools import cycle
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -89,15 +89,16 @@ def plot(rows: list[dict[str, Any]]) -> Figure:
     """Draw the differences and, of those that all pairs show, the power by the number of seeds."""
     figure = plots.new_figure()
     left, right = figure.subplots(1, 2)
-    colours = cycle(plots.SERIES)
+    looks = product(("-", "--"), plots.SERIES)
     for place, row in enumerate(rows):
         versus, shows = row["versus"], row["versus"]["verdict"] in ("higher", "lower")
-        colour = next(colours) if shows else plots.GREY
-        left.plot([versus["low"], versus["high"]], [place] * 2, color=colour, linewidth=1.8)
+        style, colour = next(looks) if shows else ("-", plots.GREY)
+        look = {"color": colour, "linestyle": style, "linewidth": 1.8}
+        left.plot([versus["low"], versus["high"]], [place] * 2, **look)
         left.plot(row["mean"], place, marker="o", markersize=5, color=colour)
         if shows:
             shares = [study["right"] for study in row["studies"].values()]
-            right.plot(list(row["studies"]), shares, marker="o", markersize=4, color=colour)
+            right.plot(list(row["studies"]), shares, marker="o", markersize=4, **look)
     left.axvline(0, color=plots.GREY, linewidth=0.8)
     left.set_yticks(range(len(rows)), [plots.shown(row["setting"], 24) for row in rows])
     left.invert_yaxis()
