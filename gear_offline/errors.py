@@ -82,16 +82,9 @@ def package_needed(what: str, extra: str) -> Iterator[None]:
 
 
 def given_path(given: str | os.PathLike[str], code: str, *, where: str) -> Path:
-    """Return a caller's argument as a path, from the home if it begins with ``~``.
+    """Return the caller's argument `where` as a path, from the home if it begins with ``~``.
 
-    An argument that cannot be a path, as None, is refused.
-
-    Parameters
-    ----------
-    code
-        Code of the error.
-    where
-        Name of the caller's argument.
+    An argument that cannot be a path, as None, is refused with the error `code`.
     """
     try:
         return Path(in_home(os.fspath(given)))

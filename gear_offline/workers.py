@@ -33,7 +33,7 @@ from gear_offline import __version__
 from gear_offline.core.files import Closing
 from gear_offline.core.parts import admitted, learn
 from gear_offline.core.text import first_line
-from gear_offline.errors import GearError, UnavailableError
+from gear_offline.errors import GearError, UnavailableError, package_needed
 
 LOST = "WORKER_LOST"
 RETRIES = 3  # of a task of Ray whose node or process is lost
@@ -289,12 +289,9 @@ class RayPool(Pool):
     """
 
     def __init__(self, address: str, workers: int = 1) -> None:
-        try:
+        with package_needed("Ray is not installed", "ray"):
             import ray
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-        except ImportError as error:
-            remedy = "pip install 'gear-offline[ray]'"
-            raise UnavailableError("PACKAGE_MISSING", "Ray is not installed", "", remedy) from error
         super().__init__(workers)
         self._ray: Any = ray
         self._on_node = NodeAffinitySchedulingStrategy

@@ -65,24 +65,9 @@ class Schedule:
 class DeviceAdamW:
     """AdamW whose state and step number are in GPU memory.
 
-    Parameters
-    ----------
-    parameters
-        float32, on one GPU.
-    schedule
-        The learning rate by step.
-    betas, weight_decay, clip_norm
-        As `gear_offline.config.recipe.OptimizerSettings`.
-    shadows
-        The same parameters as the model computes with them, bfloat16: each update writes them
-        too, and the gradients are theirs.  ``None``: the model computes with the parameters.
-
-    Attributes
-    ----------
-    first, second
-        Moments, one a parameter, laid out as it.
-    steps
-        (P,) float32, steps done.
+    `parameters` are float32, on one GPU.  `shadows` are the same ones as the model computes with
+    them, bfloat16: each update writes them too, and the gradients are theirs.  Without them the
+    model computes with the parameters.  Options are those of a recipe's ``optimizer``.
     """
 
     def __init__(
@@ -98,12 +83,14 @@ class DeviceAdamW:
         self._device = device = parameters[0].device
         self._parameters = list(parameters)
         self._shadows = None if shadows is None else list(shadows)
-        self.first = [torch.zeros_like(parameter) for parameter in self._parameters]
+        self.first = [torch.zeros_like(parameter) for parameter in self._parameters]  # moments
         self.second = [torch.zeros_like(parameter) for parameter in self._parameters]
-        self.steps = torch.zeros(len(self._parameters), device=device)
+        self.steps = torch.zeros(len(self._parameters), device=device)  # (P,) done
         cuts = cut([p.numel() for p in parameters])
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
-        group, partials = share_norm(len(cuts))
+        # Pieces that each partial sum of the norm is over, and the number of sums: on any GPU.
+        group = max(LEAST_GROUP, -(-len(cuts) // MOST_PARTIALS))
+        partials = -(-len(cuts) // group)
         self._norm_blocks = 1 + partials  # the first prepares the step
         self._cuts = torch.from_numpy(cuts).to(device)
         self._addresses = torch.zeros(len(self._parameters), len(COLUMNS), dtype=torch.int64)
@@ -142,15 +129,9 @@ class DeviceAdamW:
         While a graph is captured the addresses of gradients cannot be sent to the GPU: call
         `send_addresses` before the first replay.
 
-        Parameters
-        ----------
-        loss
-            Scalar float32 on the GPU.
-        index, row
-            (1,) int64: the step to do, counted from 0, and its row of `window`; both are advanced.
-        window
-            (n, 2) float32: loss, and norm of the gradients before clipping.  A row that it does not
-            have is not written.
+        `loss` is a scalar float32; `index` and `row`, (1,) int64, are the step to do, counted from
+        0, and its row of `window`; both are advanced.  `window`, (n, 2) float32, gets the loss and
+        the norm of the gradients before clipping, in no row that it does not have.
         """
         enqueue_together([Update(self, loss, index, row, window)])
 
@@ -236,12 +217,6 @@ def cut(sizes: Sequence[int]) -> Int64Array:
         for begin in range(0, size, PIECE)
     ]
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
-
-
-def share_norm(pieces: int) -> tuple[int, int]:
-    """Return the pieces each partial sum is over, and the number of sums, for any GPU."""
-    group = max(LEAST_GROUP, -(-pieces // MOST_PARTIALS))
-    return group, -(-pieces // group)
 
 
 def step_blocks(pieces: int, processors: int, *, models: int) -> int:

@@ -51,27 +51,13 @@ GUIDE_BITS = 24  # the guide has at most 2^24 ranges
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Segments:
-    """Windows of episodes, named by episode and start.
-
-    Attributes
-    ----------
-    episodes, starts
-        int64, any shape ``S``: episode of each segment, and its first step within the episode.
-    probability
-        float64, ``S``: with which the sampler draws that segment in one slot.  May be a read-only
-        broadcast.
-    lengths
-        int64, ``S``: steps of the window at most, at least 1, of samplers that cut windows short;
-        None for all others.
-    times_sampled, table_size
-        int64, ``S``: how often the episode was drawn, this time included, and how many episodes
-        there were to draw from; where draws are counted, else None.
-    """
+    """Windows of episodes, named by episode and start; arrays of any shape ``S``."""
 
     episodes: Int64Array
-    starts: Int64Array
-    probability: Float64Array
-    lengths: Int64Array | None = None
+    starts: Int64Array  # first steps within the episodes
+    probability: Float64Array  # of the segment in one slot; may be a read-only broadcast
+    lengths: Int64Array | None = None  # most steps, of samplers that cut windows short
+    # Where draws are counted: how often the episode was drawn, this time included, of how many.
     times_sampled: Int64Array | None = None
     table_size: Int64Array | None = None
 

@@ -17,22 +17,7 @@ from torch import Tensor
 
 @torch.library.custom_op("gear_offline::relu_linear", mutates_args=())
 def relu_linear(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return ``relu(rows @ weight + bias)``.
-
-    Parameters
-    ----------
-    rows
-        (M, I) floating.
-    weight
-        (I, O), dtype of `rows`.
-    bias
-        (O,), likewise.
-
-    Returns
-    -------
-    Tensor
-        (M, O), likewise.
-    """
+    """Return ``relu(rows @ weight + bias)``: (M, I), (I, O) and (O,) of one dtype -> (M, O)."""
     return torch._addmm_activation(bias, rows, weight, use_gelu=False)
 
 

@@ -105,26 +105,16 @@ def packed_attention(
 ) -> Tensor:
     """Return causal self-attention, (B, T, H), dtype of `qkv`.
 
-    Parameters
-    ----------
-    qkv
-        (B, T, 3H), contiguous: queries, keys and values of all heads side by side, as a
-        projection makes them.
-    heads
-        N
-    scale
-        Factor on the dot products.
-    dropout
-        Probability of losing an attention weight, in [0, 1); those kept are multiplied by
-        ``1 / (1 - dropout)``.  What is lost becomes zero even where it was NaN; PyTorch's dropout,
-        a product, leaves NaN there.
-    seeds
-        (G,) int64 on the device of `qkv`, needed for dropout; G divides B.  The windows lie in G
-        groups, one a seed.  Which weights are kept depends on the seed and on window, head, query
-        and key within the group, so that a model among others keeps what it keeps alone.
-    bias
-        (G, 3H) float32 or dtype of `qkv`, contiguous: what is added to the rows of each group,
-        in float32, before they are rounded to their dtype again.
+    `qkv` is (B, T, 3H), contiguous: queries, keys and values of all N `heads` side by side.
+
+    `dropout` is the probability of losing an attention weight, in [0, 1); those kept are multiplied
+    by ``1 / (1 - dropout)``.  What is lost becomes zero even where it was NaN; PyTorch's dropout, a
+    product, leaves NaN there.  It needs `seeds`, (G,) int64; G divides B.  The windows lie in G
+    groups, one a seed.  Which weights are kept depends on the seed and on window, head, query and
+    key within the group, so that a model among others keeps what it keeps alone.
+
+    `bias`, (G, 3H) contiguous, float32 or dtype of `qkv`, is added to the rows of each group in
+    float32, before they are rounded to their dtype again.
     """
     batch, tokens, width = qkv.shape
     mixed = qkv.new_empty(batch, tokens, width // 3)

@@ -28,30 +28,15 @@ class StaticBatch:
     """The next batch, made by the GPU on its own.
 
     Before each step the host calls `prepare`, which draws where the GPU does not.  The rest is
-    captured: `begin` (draw, locate and gather in one kernel), whatever uses `batch`, and `end`.
+    captured: `begin` (draw, locate and gather in one kernel), whatever uses `batch`, whose tensors
+    stay where they are, and `end`.
 
-    Parameters
-    ----------
-    ahead
-        The rows of the following step travel on a stream of their own meanwhile, into memory of
-        their own, and `begin` copies them within GPU memory; where that pays: never for a sampler
-        that learns from losses (`learns`), whose batches have probabilities.
-    windows
-        Memory of the batch, and of its goals, of the layout of `GpuGather.allocate`; by default
-        memory of its own.
-    writer
-        Draws the segments on the host, of an engine that does not.
-    goals
-        Gathers the states of the goals that `writer` draws too.
-    live
-        The engine may change: `adopt`.
-
-    Attributes
-    ----------
-    batch
-        Tensors that stay where they are; each `begin` overwrites them.
-    ahead
-        True if rows are fetched a step ahead.
+    With `ahead` the rows of the following step travel on a stream of their own meanwhile, into
+    memory of their own, and `begin` copies them within GPU memory; where that pays: never for a
+    sampler that learns from losses (`learns`), whose batches have probabilities.  The batch, and
+    its goals, lie in `windows` if given, of the layout of `GpuGather.allocate`.  `writer` draws the
+    segments on the host, of an engine that does not; `goals` gathers the states of the goals that
+    it draws too.  The engine of a `live` one may change: `adopt`.
     """
 
     def __init__(

@@ -102,18 +102,13 @@ def attend_eagerly(
     kept: list[Tensor] | None = None,
 ) -> Tensor:
     """`attend` by plain products, as the released class's eager attention; `kept` gets weights."""
-    weights = attention_weights(query, key, mask=mask, scale=scale)
-    if kept is not None:
-        kept.append(weights)
-    return torch.matmul(F.dropout(weights, dropout, training=dropout > 0.0), value)
-
-
-def attention_weights(query: Tensor, key: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
-    """Return the attention weights, (B, N, T, T)."""
     if mask is None:
         mask = causal_mask(query.shape[-2], device=query.device)
     scores = torch.matmul(query, key.transpose(-1, -2)) * scale
-    return scores.float().masked_fill(~mask, float("-inf")).softmax(-1).to(query.dtype)
+    weights = scores.float().masked_fill(~mask, float("-inf")).softmax(-1).to(query.dtype)
+    if kept is not None:
+        kept.append(weights)
+    return torch.matmul(F.dropout(weights, dropout, training=dropout > 0.0), value)
 
 
 def causal_mask(tokens: int, *, device: torch.device) -> Tensor:

@@ -27,21 +27,8 @@ MULTIPLE = 16  # of each size of a product
 def eight_bit_linear(rows: Tensor, weight: Tensor, bias: Tensor, kind: torch.dtype) -> Tensor:
     """Apply ``rows @ weight + bias`` with 8-bit products, forward and backward.
 
-    Parameters
-    ----------
-    rows
-        (..., I) floating.
-    weight
-        (I, O) floating, as GPT-2's maps store it.  M, I and O are multiples of `MULTIPLE`.
-    bias
-        (O,) floating.
-    kind
-        16-bit type of the result.
-
-    Returns
-    -------
-    Tensor
-        (..., O), dtype `kind`.
+    (..., I), (I, O) as GPT-2's maps store it, and (O,), all floating -> (..., O) of the 16-bit type
+    `kind`.  M, I and O are multiples of `MULTIPLE`.
     """
     function: Any = _EightBitProduct.apply
     product: Tensor = function(rows.flatten(0, -2), weight, bias, kind)

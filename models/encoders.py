@@ -131,8 +131,8 @@ class FrameEncoder(nn.Module):
 
     ``cnn``: the three convolutions of the DQN, which the Decision Transformer paper uses for
     Atari.  ``patch``: one linear map of each square patch and one of its features, with patches of
-    the largest size up to 16 that divides the frame.  Another `kind`, or frames, (h, w), (h, w, C)
-    or (C, h, w), that it cannot take, is `InputError` (``MODEL``).
+    the largest size up to 16 that divides the frame.  Frames, (h, w), (h, w, C) or (C, h, w), that
+    it cannot take are `InputError` (``MODEL``).
 
     Pixels of uint8 count as ``pixel / 255``; the factor is applied to the first layer's
     weights, which are few.  Floating pixels count as they are.  The frames of a stack are the

@@ -356,6 +356,15 @@ def test_a_full_standard_output_is_one_error_and_a_reader_that_goes_is_none() ->
     assert done.stderr == "" and len(done.stdout) == 10
 
 
+@pytest.mark.parametrize("stderr", ["2>/dev/full", "2>&-"])
+def test_messages_that_nobody_can_read_end_no_work(tmp_path: Path, stderr: str) -> None:
+    words = "collect Pendulum-v1 x.hdf5 --steps 5"
+    line, variables = f"{shlex.join(PROGRAM)} {words} {stderr}", {"PYTHONPATH": str(ROOT)}
+    how: Any = {**PIPES, "cwd": tmp_path, "env": {**os.environ, **variables}, "timeout": 120}
+    done = subprocess.run(["bash", "-c", line], **how)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "x.hdf5\n", "")
+
+
 def test_what_the_encoding_lacks_does_not_end_a_command(monkeypatch: Patch) -> None:
     """A bar of a histogram, and a byte of a file's name that is no text."""
     for encoding, printed in (("utf-8", b"\xe2\x96\x88 ?\n"), ("latin-1", b"? ?\n")):

@@ -239,6 +239,10 @@ def test_recipes_of_goals(dataset: Dataset, tmp_path: Path) -> None:
     assert sizes.state_dim == 11, "data without rewards"
     with one_error("ENVIRONMENT", "no tasks with goals"):
         resolve(recipe.replace("evaluate.environment=Hopper-v5"), dataset, quiet=True)
+    small = make_dataset(tmp_path / "small", LENGTHS, state_dim=2, action_dim=2)
+    for wrong in (6, 0, 1.5):
+        with one_error("USAGE", f"Maze-v0 has no task {wrong}.*whole numbers from 1 to 5"):
+            resolve(recipe.replace({"evaluate.targets": [1, wrong]}), small, quiet=True)
     with one_error("RECIPE", "loader.goals and data.tasks exclude"):
         load_recipe("multitask-smoke", {"loader.goals": {"future": 1.0}})
     images = make_dataset(tmp_path, LENGTHS, columns=image_columns(sum(LENGTHS), (36, 36)))

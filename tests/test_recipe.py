@@ -1,6 +1,7 @@
 """Recipes: every shipped one is sound, and all that is wrong in one is told in one error."""
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,15 @@ def test_every_alias_leads_to_an_option_there_is() -> None:
     assert set(ALIASES.values()) <= set(OPTIONS)
     for alias, option in ALIASES.items():
         assert f"{alias!r}, did you mean {option!r}?" in refused("paper", f"{alias}=1")
+
+
+@pytest.mark.parametrize("path", ["data #1", "#1", 'da=ta #é, it\'s "b"'])
+def test_no_part_of_an_option_counts_as_a_comment(path: str) -> None:
+    with one_error("RECIPE", "from # on") as caught:
+        load_recipe("smoke", f"data.path={path}")
+    remedy = caught.value.remedy.removeprefix("write ")
+    assert load_recipe("smoke", shlex.split(remedy)).data.path == path
+    assert load_recipe("smoke", "data.path=a#1").data.path == "a#1"
 
 
 def test_overrides_are_texts_or_a_mapping() -> None:

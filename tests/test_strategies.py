@@ -301,7 +301,10 @@ def test_the_command(dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFix
 def test_evaluations_that_fail_are_told_with_their_error(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """When a run ends, in the comparison, and by the exit code; the next call plays again."""
+    """When a run ends, in the comparison, and by the exit code; the next call plays again.
+
+    So it is of `train` and `sweep`, whose other runs and steps are done.
+    """
 
     def refuse(*_: Any, **__: Any) -> None:
         raise GearError("MODEL", "an action that is NaN")
@@ -321,10 +324,23 @@ def test_evaluations_that_fail_are_told_with_their_error(
         [[f"{label},s0", why]] for label in ("uniform_steps", "fifo")
     ]
     assert why in " ".join(streams.out.split())
+    run, swept = (
+        ["--out", str(tmp_path / "run"), "-q"],
+        ["--out", str(tmp_path / "sweep"), "--json"],
+    )
+    assert cli.main(["train", str(recipe), *run]) == 1
+    streams = capsys.readouterr()
+    assert streams.out.split() == [run[1]]
+    assert " ".join(streams.err.split()).startswith(f"error[EVALUATION]: {why} ({run[1]}); ")
+    assert cli.main(["sweep", str(recipe), "--seeds", "2", *swept]) == 1
+    trials = json.loads(capsys.readouterr().out)["trials"]
+    assert [(trial["status"], trial["error"]) for trial in trials] == [("complete", why)] * 2
     summary = out / "training" / "runs" / "fifo,s0" / "summary.json"
     rate = json.loads(summary.read_text())["steps_per_second"]
     monkeypatch.setattr(Policy, "ask", ask)
     assert cli.main(["strategies", str(recipe), *words, "--out", str(out)]) == 0
+    command = streams.err.split("`")[1].split()
+    assert cli.main(command[1:]) == cli.main(["sweep", str(recipe), "--seeds", "2", *swept]) == 0
     outcomes = json.loads((out / "strategies.json").read_text())["outcomes"]
     assert [(outcome["seeds"], outcome["failures"]) for outcome in outcomes] == [([0], [])] * 2
     assert json.loads(summary.read_text())["steps_per_second"] == rate > 0

@@ -1,7 +1,8 @@
 """The command line: parsing only; each command calls one function of the package.
 
 Results go to stdout, progress and messages to stderr.  Exit code 0 means done, 2 wrong usage or
-bad input, 130 stopped by the user, 1 anything else.  An error is one line,
+bad input, 130 stopped by the user, 1 anything else, also a run of which every evaluation failed.
+An error is one line,
 ``error[CODE]: what (where); remedy``.  A recipe is read before anything that loads torch, so that
 a typo is answered at once.
 """
@@ -45,8 +46,9 @@ from gear_offline.cli.values import (
     parse_range,
     show,
 )
+from gear_offline.core.text import typed
 from gear_offline.distributed import is_first_process
-from gear_offline.errors import InputError
+from gear_offline.errors import GearError, InputError
 
 FIRST_RECIPES = ("smoke", "cartpole", "demo", "maze-goals", "paper")  # of the list
 
@@ -293,6 +295,9 @@ def train(
     trained = go.train(**locals())
     if is_first_process():  # torchrun starts several of us
         show(trained.path)
+        if trained.failure:
+            remedy = f"mend that; `gear-offline train {typed(trained.path)} --resume` plays again"
+            raise GearError("EVALUATION", trained.failure, str(trained.path), remedy)
 
 
 @command(
@@ -414,7 +419,7 @@ def sweep(
     if not (quiet or as_json):
         show(None, print_text=result.print)
     show(result.to_json(), as_json, lambda: print(result.path))
-    if not result.is_complete:
+    if not result.is_complete or any(trial.failure for trial in result.trials):
         raise typer.Exit(1)
 
 

@@ -9,7 +9,6 @@ import ctypes
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
@@ -195,9 +194,6 @@ def alone_on_stdout(command: Callable[..., None]) -> Callable[..., None]:
 @contextmanager
 def _stdout_to(handle: int) -> Iterator[int]:
     """Send to another handle what Python and C libraries print; yield the one before."""
-    if sys.stdout is None or sys.stderr is None:  # closed by the caller
-        yield handle
-        return
 
     def turn(to: int) -> None:
         print(end="", flush=True)

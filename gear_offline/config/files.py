@@ -10,7 +10,7 @@ from typing import Any
 
 from gear_offline.config.problems import nearest
 from gear_offline.config.sections import MODELS, OwnModelSettings, inherit
-from gear_offline.config.strict_yaml import parse_yaml, read_yaml
+from gear_offline.config.strict_yaml import read_yaml, typed_value
 from gear_offline.core.files import LOCK, check_new_file, write_file, writing
 from gear_offline.core.parts import is_part, is_same
 from gear_offline.core.text import plain, typed
@@ -150,7 +150,7 @@ def _pairs(overrides: Overrides) -> Iterator[tuple[str, Any]]:
         if not equals or not all(key.split(".")):
             remedy = "write options as key=value, e.g. train.steps=3000"
             raise InputError("RECIPE", f"{text!r} is not an override", remedy=remedy)
-        yield key, parse_yaml(value, where=f"override {key}")
+        yield key, typed_value(key, value)
 
 
 def _merge(below: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ PyYAML follows YAML 1.1, where ``1e-4`` is a string, ``no`` is false and ``1:30`
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import yaml
 from pydantic import ByteSize, TypeAdapter
 
 from gear_offline.core.files import read_regular
+from gear_offline.core.text import typed
 from gear_offline.errors import InputError
 
 MAX_BYTES = 256 << 10
@@ -34,6 +36,14 @@ def parse_yaml(text: str, *, where: str) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         what, place = " ".join(str(error).split())[:200], where
     raise InputError("RECIPE", what, place, "write plain `key: value` YAML, indented by spaces")
+
+
+def typed_value(key: str, text: str) -> Any:
+    """Return the value that `text` gives an option; refuse to cut it at a ``#``."""
+    if re.search(r"(^|\s)#", text) and text.lstrip()[:1] not in "'\"[{":
+        remedy = f"write {typed(f'{key}={json.dumps(text, ensure_ascii=False)}')}"
+        raise InputError("RECIPE", f"of {text!r} YAML leaves out all from # on", key, remedy)
+    return parse_yaml(text, where=f"override {key}")
 
 
 def read_yaml(path: Path) -> Any:

@@ -18,10 +18,7 @@ INTERFACE_VARIABLE = "GEAR_OFFLINE_INTERFACE"
 def launched() -> tuple[int, int]:
     """Read this process's number and their count: RANK and WORLD_SIZE, as torchrun sets them.
 
-    Raises
-    ------
-    InputError
-        ``USAGE`` for a variable that is no number, too large, or set without the other one.
+    A variable that is no number, too large, or set without the other one is ``USAGE``.
     """
     rank, size = environment_number("RANK", 0), environment_number("WORLD_SIZE", 1)
     if rank is None and (size or 1) > 1:

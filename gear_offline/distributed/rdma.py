@@ -78,11 +78,11 @@ class RdmaExchange:
         self._done, self._others_done = np.zeros(1, np.uint8), np.zeros(world.size, np.uint8)
         self._peers = [r for r, n in enumerate(world.nodes) if n != world.nodes[world.rank]]
         try:
-            offers = _everywhere(world, self._offer)
+            offers = world.together(self._offer)
             # Of each rank: its column groups, then its flag.
             self._sources = [[Memory(*region) for region in regions] for regions, _ in offers]
             # Nobody reads before everybody answers.
-            _everywhere(world, lambda: self._connect([pairs for _, pairs in offers]))
+            world.together(lambda: self._connect([pairs for _, pairs in offers]))
         except BaseException:
             endpoint.close()
             raise
@@ -182,23 +182,6 @@ class RdmaExchange:
                     asked.discard(peer)
             waiting -= set(np.flatnonzero(self._others_done).tolist())
             time.sleep(CLOSE_PAUSE_SECONDS)
-
-
-def _everywhere(world: World, make: Callable[[], Any]) -> list[Any]:
-    """Call `make` on every rank and return all results; an error of one rank is one of all."""
-    value, problem = None, None
-    try:
-        value = make()
-    except GearError as error:
-        problem = error
-    answers = world.gather([None if problem is None else problem.what, value])
-    if problem is not None:
-        raise problem
-    for rank, (why, _) in enumerate(answers):
-        if why is not None:
-            what = f"rank {rank} cannot open the exchange: {why}"
-            raise GearError("RANK_FAILED", what, remedy="see its own message")
-    return [value for _, value in answers]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,8 @@ def choose_share(
     steps, weight = shard_weights(data), sampler.episode_weight
     weights = steps if weight is None else shard_weights(data, weight)
     owners = share_shards(weights, world.node_count, sizes=steps)
-    share, own = take_share(data, owners, world.node), owners == world.node
+    own, nodes = owners == world.node, np.repeat(owners, shard_episodes(data))
+    share = NodeShare(shards=np.flatnonzero(own), nodes=nodes, lengths=data.episodes.lengths)
     say(
         f"sharding {sharding}: {len(share.shards)} of {len(weights)} shards, "
         f"{steps[own].sum() / steps.sum():.1%} of {size_text(needed)} and "
@@ -113,12 +114,6 @@ def shard_weights(source: TableData, episode_weight: npt.ArrayLike | None = None
     weights = np.asarray(lengths if episode_weight is None else episode_weight, dtype=np.float64)
     firsts = np.cumsum(episodes) - episodes
     return np.array([weights[a : a + n].sum() for a, n in zip(firsts, episodes, strict=True)])
-
-
-def take_share(source: TableData, owners: Int64Array, node: int) -> NodeShare:
-    """Return the share of `node` where `owners` (S,) are the nodes of the shards."""
-    nodes, shards = np.repeat(owners, shard_episodes(source)), np.flatnonzero(owners == node)
-    return NodeShare(shards=shards, nodes=nodes, lengths=source.episodes.lengths)
 
 
 class Assigner:

@@ -51,29 +51,14 @@ DONE, WORKING = True, False  # how a rank stands that others may wait for; text:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class World:
-    """The ranks of a run; `World()` is a single process.
+    """The ranks of a run; `World()` is a single process."""
 
-    Attributes
-    ----------
-    rank
-        This process, from 0.
-    nodes
-        (W,), the node of each rank, from 0.
-    control
-        gloo group of all ranks, for messages and tensors in host memory; ``None`` stands for
-        torch's default group.
-    timeout
-        Seconds after which a silent rank counts as lost.
-    feeds
-        True if this process reads data.  One that does not stands beside rank `rank`, whose batch
-        it works on; see `data_world`.
-    """
-
-    rank: int = 0
-    nodes: tuple[int, ...] = (0,)
+    rank: int = 0  # of this process
+    nodes: tuple[int, ...] = (0,)  # (W,), the node of each rank, from 0
+    # gloo group of all ranks, for messages and tensors in host memory; None: torch's default group
     control: Any = field(default=None, repr=False)
-    timeout: float = TIMEOUT_SECONDS
-    feeds: bool = True
+    timeout: float = TIMEOUT_SECONDS  # after which a silent rank counts as lost
+    feeds: bool = True  # it reads data; else it works on the batch of rank `rank`: `data_world`
 
     @property
     def size(self) -> int:
@@ -277,17 +262,8 @@ def rank_lost(doing: str, error: object) -> GearError:
 def open_world(device: torch.device, *, timeout: float = TIMEOUT_SECONDS) -> Iterator[World]:
     """Join the other processes that ``torchrun`` started; a world of one without it.
 
-    Parameters
-    ----------
-    device
-        The device of this rank; NCCL connects CUDA devices, gloo the rest.
-    timeout
-        Seconds after which a silent rank counts as lost.
-
-    Raises
-    ------
-    GearError
-        ``RANK_LOST``
+    NCCL connects ranks whose `device` is a GPU, gloo the rest.  A rank that is silent for `timeout`
+    seconds counts as lost (``RANK_LOST``).
     """
     if launched()[1] == 1 or dist.is_initialized():
         yield World()
@@ -348,20 +324,9 @@ _JOINED: WeakKeyDictionary[Any, World] = WeakKeyDictionary()
 def joined_world(*, timeout: float = TIMEOUT_SECONDS) -> World:
     """Return the ranks of torch's default process group, whoever made it; else a world of one.
 
-    All ranks call it together the first time; later calls return the same world at once.
-
-    Parameters
-    ----------
-    timeout
-        Seconds after which a silent rank counts as lost; of the first call.
-
-    Raises
-    ------
-    InputError
-        ``LOADER_OPTION`` if a launcher started several processes (``WORLD_SIZE``) that have not
-        been joined into a group yet: they would all read the same batches.
-    GearError
-        ``RANK_LOST``
+    All ranks call it together the first time, which takes the `timeout`; later calls return the
+    same world at once.  Processes that a launcher started (``WORLD_SIZE``) and that have not been
+    joined into a group yet are ``LOADER_OPTION``: they would all read the same batches.
     """
     if not dist.is_available() or not dist.is_initialized():
         if (size := environment_number("WORLD_SIZE", 1) or 1) > 1:
@@ -392,21 +357,8 @@ def data_world(
     dimension that is not data-parallel reads it; on the others `World.feeds` is false, and they
     read nothing.  All ranks of the job call it together.
 
-    Parameters
-    ----------
-    mesh
-        Over all ranks, with named dimensions.
-    dims
-        Its data-parallel dimensions, e.g. ``("dp_replicate", "dp_shard")``.
-    timeout
-        Seconds after which a silent rank counts as lost.
-
-    Raises
-    ------
-    InputError
-        ``LOADER_OPTION`` if the mesh lacks such a dimension, or does not hold all ranks.
-    GearError
-        ``RANK_LOST``
+    `mesh` is over all ranks, with named dimensions; `dims` are the data-parallel ones, e.g.
+    ``("dp_replicate", "dp_shard")``.  Another mesh is ``LOADER_OPTION``.
     """
     names = tuple(mesh.mesh_dim_names or ())
     wanted = (dims,) if isinstance(dims, str) else tuple(dims)

@@ -6,12 +6,12 @@ target.  So a difference between two targets is not a difference of start states
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from math import prod
 from pathlib import Path
 from typing import Any, Self
 
@@ -77,7 +77,8 @@ class EvaluationTask:
     def settled(self, device: str = "cpu") -> EvaluationTask:
         """Return it with a number of environments; refuse to play nothing, ``USAGE``."""
         for name, least in (("episodes", 1), ("environments", 0), ("seed", 0)):
-            if not least <= (value := getattr(self, name)) < 1 << 63:
+            value = getattr(self, name)
+            if not (isinstance(value, int | np.integer) and least <= value < 1 << 63):
                 remedy = f"give a whole number from {least} on, below 2^63"
                 raise InputError("USAGE", f"{name} is {value}", f"evaluate.{name}", remedy)
         suiting = CPU_ENVIRONMENTS if device == "cpu" else min(self.episodes, GPU_ENVIRONMENTS)
@@ -268,11 +269,8 @@ class _TaskPlay:
     ) -> Generator[None, None, list[TargetResult]]:
         """Play the episodes of all targets, those of one episode number side by side."""
         task, count = self.task, len(self.task.targets)
-        if task.goals and (tasks := environments.facts.tasks):
-            for target in set(task.targets) - set(range(1, tasks + 1)):
-                what = f"{task.environment} has no task {target:g}"
-                remedy = f"give numbers from 1 to {tasks}"
-                raise InputError("USAGE", what, "evaluate.targets", remedy)
+        if task.goals:
+            check_goals(environments.facts, task.targets)
         policy = self.policy_of(task)
         if isinstance(policy, Policy):
             sizes, names = sizes_of(policy.model), [*policy.columns]
@@ -360,6 +358,15 @@ def resolve_reference(
     return scores.model_copy(update={"indicative": True, "note": note})
 
 
+def check_goals(environment: EnvironmentFacts, targets: Sequence[float]) -> None:
+    """Refuse targets that number no tasks of an environment with goals (``USAGE``)."""
+    most = environment.tasks or math.inf
+    if wrong := [target for target in targets if target % 1 or not 1 <= target <= most]:
+        what = f"{environment.environment_id} has no task {wrong[0]:g}"
+        remedy = "give whole numbers from 1" + f" to {most}" * bool(environment.tasks)
+        raise InputError("USAGE", what, "evaluate.targets", remedy)
+
+
 def check_sizes(
     environment: EnvironmentFacts,
     sizes: ModelSizes,
@@ -387,7 +394,7 @@ def check_sizes(
     played, wanted = list[InputColumn](), sizes.columns
     for column, own in zip(names, wanted, strict=True):
         kind = has[matched[column]]
-        seen: dict[str, Any] = {"shape": (prod(kind.shape),)}
+        seen: dict[str, Any] = {"shape": (math.prod(kind.shape),)}
         if own.frames:
             is_same = channels_last(kind.shape) == channels_last(own.shape)
             frames = "uint8" if kind.base == np.uint8 else "float32"

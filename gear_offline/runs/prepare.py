@@ -38,7 +38,7 @@ from gear_offline.evaluation.environments import (
     say_left_out,
     say_version,
 )
-from gear_offline.evaluation.play import check_sizes
+from gear_offline.evaluation.play import check_goals, check_sizes
 from gear_offline.loaders.options import loader_options, open_data, open_one, recipe_sampler
 from gear_offline.models.base import ModelSizes, ModelTask, settings_dump, typed_settings
 from gear_offline.models.decision_transformer import beyond_tanh
@@ -47,7 +47,7 @@ from gear_offline.sampling.items import HAVE_PRIORITY, episode_priorities
 from gear_offline.sources import open_source
 from gear_offline.sources.uri import was_read_from
 from gear_offline.tables.fields import is_image, standard_fields
-from gear_offline.tables.joint import JointDataset, Part, TableData
+from gear_offline.tables.joint import JointDataset, TableData
 from gear_offline.tables.table import TableOptions, build_table, discounted_returns
 from gear_offline.training.cost import cpu_threads, is_compiled
 from gear_offline.training.model import data_sizes, resolve_precision
@@ -260,7 +260,19 @@ def _resolve_tasks(
         }
         singles.append(single)
         sizes.append(own)
-        tasks.append(_model_task(task, own, normalized=normalized))
+        returns = task.dataset.manifest.returns
+        tasks.append(
+            ModelTask.of(
+                task.dataset,
+                normalize_states=normalized,
+                name=task.name,
+                state_dim=own.state_dim,
+                action_dim=own.action_dim,
+                returns_scale=task.returns_scale,
+                return_worst=returns.min,
+                return_best=returns.max,
+            )
+        )
     joint = ModelSizes(
         state_dim=max(own.state_dim for own in sizes),
         action_dim=max(own.action_dim for own in sizes),
@@ -273,20 +285,6 @@ def _resolve_tasks(
     bounded = all(single.model.action_tanh for single in singles)
     options["model"]["action_tanh"] = bounded and not joint.discrete
     return Recipe.parse(options), joint
-
-
-def _model_task(task: Part, sizes: ModelSizes, *, normalized: bool) -> ModelTask:
-    returns = task.dataset.manifest.returns
-    return ModelTask.of(
-        task.dataset,
-        normalize_states=normalized,
-        name=task.name,
-        state_dim=sizes.state_dim,
-        action_dim=sizes.action_dim,
-        returns_scale=task.returns_scale,
-        return_worst=returns.min,
-        return_best=returns.max,
-    )
 
 
 def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Recipe, ModelSizes]:
@@ -325,6 +323,8 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
         "evaluate.environment_options": options,
         "evaluate.reference": recipe.evaluate.reference or known,
     }
+    if recipe.evaluate.targets and goals and plays and facts is not None:
+        check_goals(facts, recipe.evaluate.targets)
     if recipe.evaluate.targets is None and goals:
         if plays and facts is not None and not facts.tasks:
             what, remedy = "it has no tasks with goals (task_infos)", "use evaluate.episodes=0"

@@ -129,20 +129,14 @@ class CountedDraws:
 
 
 class Items:
-    """The items of a table, by the options of ``data``.
-
-    Attributes
-    ----------
-    kept
-        (E,) bool, the items when the last ones came: some may have been drawn often enough since.
-    times
-        (E,) int64, how often each episode was drawn, where that is limited.
-    """
+    """The items of a table, by the options of ``data``."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._data, self._seed, self._slots = recipe.data, recipe.seed, recipe.loader.batch_size
+        # (E,) each: the items when the last ones came, of which some may have been drawn often
+        # enough since; where that is limited, how often each was drawn; `_new_keys`.
         self.kept, self.times = np.zeros(0, np.bool_), np.zeros(0, np.int64)
-        self._keys = np.zeros(0)  # (E,)
+        self._keys = np.zeros(0)
         self._clock = 0.0  # key of the item that was removed last by chance, see `_new_keys`
         self._inserted = self._drawn = self._coming = 0  # episodes; segments, also until next look
         self._rule = recipe.data.limiter or LimiterSettings(min_size=1)

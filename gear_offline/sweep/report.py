@@ -56,7 +56,7 @@ class SweepResult(Printed):
                 **result.trial.model_dump(include={"name", "label", "settings"}),
                 "seed": result.trial.recipe.seed,
                 "status": result.status,
-                "error": result.error,
+                "error": result.failure,
                 "path": str(result.path),
             }
             for result in self.trials
@@ -69,8 +69,8 @@ class SweepResult(Printed):
         console = console or Terminal()
         self.table.print(console, self.remark)
         for result in self.trials:
-            if result.status == "failed":
-                console.print(f"{result.trial.name} failed: {result.error}")
+            if result.failure:
+                console.print(f"{result.trial.name} failed: {result.failure}")
 
     def write(self) -> Path:
         """Write ``sweep.md`` and its plots; return its path."""

@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field
 
 from gear_offline.config.files import flat
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.config.strict_yaml import dump_yaml, parse_yaml
+from gear_offline.config.strict_yaml import dump_yaml, parse_yaml, typed_value
 from gear_offline.core.files import LOCK, HeldDirectory, read_regular, write_file
 from gear_offline.core.text import first_line
 from gear_offline.errors import InputError, given_path
@@ -105,9 +105,9 @@ def parse_options(overrides: Sequence[str]) -> dict[str, list[Any]]:
             raise _unusable(what, "write key=value or key=a,b,c, e.g. model.layers=3,4")
         if key in options:
             raise _unusable(f"{key} is given twice", "write its values as one list: key=a,b,c")
-        several = f"[{text}]" if "," in text else text
-        values = parse_yaml(several, where=f"override {key}")
-        options[key] = values if "," in text else [values]
+        where = f"override {key}"
+        is_one = "," not in text
+        options[key] = [typed_value(key, text)] if is_one else parse_yaml(f"[{text}]", where=where)
     return options
 
 

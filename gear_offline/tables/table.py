@@ -53,31 +53,18 @@ Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Array]
 class TableOptions:
     """The options of a table; the loader checks the ranges.
 
-    Attributes
-    ----------
-    context_length
-        Longest window that will be cut, K.
-    gamma, returns_scale
-        ``returns_to_go[t] = sum_{k >= t} gamma**(k - t) r_k / returns_scale`` over the rest of the
-        episode, summed from its end in float64, rounded once to float32.
-    normalize_states
-        ``(x - mean) / (std + 1e-6)`` with the statistics of the rows' own dataset, in float64,
-        rounded once to float32.
-    extra_columns
-        Further columns, kept in their source dtype bit for bit.
-    frame_stack
-        Frames that make up a state; the column holds single ones.
-    observations
-        Columns that make up a state.
+    ``returns_to_go[t] = sum_{k >= t} gamma**(k - t) r_k / returns_scale`` over the rest of the
+    episode is summed from its end in float64 and rounded once to float32.  Normalised states are
+    ``(x - mean) / (std + 1e-6)`` with the statistics of the rows' own dataset, rounded likewise.
     """
 
-    context_length: int
+    context_length: int  # longest window that will be cut, K
     gamma: float = 1.0
     returns_scale: float = 1.0
     normalize_states: bool = False
-    extra_columns: Sequence[str] = ()
-    frame_stack: int = 1
-    observations: tuple[str, ...] = (STATES,)
+    extra_columns: Sequence[str] = ()  # kept in their source dtype bit for bit
+    frame_stack: int = 1  # frames that make up a state; the column holds single ones
+    observations: tuple[str, ...] = (STATES,)  # columns that make up a state
 
     @classmethod
     def of(cls, loader: Mapping[str, Any]) -> Self:
@@ -236,28 +223,14 @@ def build_table(
     """Read the columns of `source` and derive the returns-to-go.
 
     Memory, exactly: the packed fields cost ``ceil16(4 * (S + A + 2))`` bytes a step.  Other columns
-    keep their source dtype.  Each group has ``2 * options.margin + landing_rows`` more rows.  While
-    reading, each thread has some megabytes more.
+    keep their source dtype.  Each group has ``2 * options.margin + landing_rows`` more rows, the
+    last for segments that arrive from other nodes.  While reading, each thread has some megabytes
+    more; there is one per core, up to 8.
 
-    Parameters
-    ----------
-    source
-        A dataset, or several as `gear_offline.tables.joint.join_datasets` joins them.
-    plans
-        The groups that it has, by default all that `plan_groups` names.
-    shards
-        Numbers of the shards that the table holds, ascending; by default all.
-    allocate
-        Gives zeroed, C-contiguous memory of a shape and dtype for each group, in their order; such
-        as `gear_offline.tables.shared.SharedMemory.allocate`.
-    fill
-        ``False`` takes the rows as they are: another process has filled the same memory.
-    filled_shards
-        The first shards whose rows the memory has already, as of a table that grows.
-    landing_rows
-        Rows behind the last margin of each group, for segments that arrive from other nodes.
-    threads
-        That read at once, by default one per core up to 8.
+    The table has the groups `plans`, by default all, of the `shards`, ascending numbers, by default
+    all.  `allocate` gives zeroed, C-contiguous memory of a shape and dtype for each group, in their
+    order.  Where another process has filled it, `fill` is false; where a smaller table lies in it,
+    its shards are the first `filled_shards`.
     """
     plans, margin = plan_groups(source, options) if plans is None else plans, options.margin
     jobs = list(_jobs(source, shards))

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.types import Array
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.growing import GrowingDataset
 from gear_offline.distributed.world import World
@@ -31,6 +30,7 @@ from gear_offline.sampling.items import Items
 from gear_offline.tables.fields import Window
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import GrowingTable
+from gear_offline.training.checkpoint import prefixed, unprefixed
 from gear_offline.training.cost import Meter, is_compiled
 from gear_offline.training.gradients import GradientPass
 from gear_offline.training.graph import CapturedStep, RunPart, start_compilers, why_not_captured
@@ -43,6 +43,7 @@ from gear_offline.training.window import ReportWindow
 
 MEASURED = ("step", "loss", "gradient_norm", "learning_rate")  # names that losses may have too
 SEED_STRIDE = 0x9E3779B97F4A7C15  # between the seeds of two ranks
+ITEMS, SELECTION = "items/", "selection/"  # before the names of their arrays in a checkpoint
 
 
 class Learner:
@@ -350,10 +351,10 @@ class Learner:
         self.check()
         tensors = self.optimizer.state() | random_states(self.world, self.device)
         tensors["window"] = self.window.of_all(self.world)
-        tensors |= _as_tensors("items", self._items.state(self.loader.step))
+        arrays = prefixed(ITEMS, self._items.state(self.loader.step))
         if self.loader.loss_sampler is not None:
-            tensors |= _as_tensors("selection", self.loader.loss_sampler.state())
-        return tensors
+            arrays |= prefixed(SELECTION, self.loader.loss_sampler.state())
+        return tensors | {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def load(
         self,
@@ -370,15 +371,17 @@ class Learner:
         take_over(self.model.state_dict(), model)
         self.optimizer.refresh()
         self.optimizer.load_state(tensors)
-        if items := _as_arrays("items", tensors):
-            self._items.load_state(items)
+        if items := unprefixed(tensors, ITEMS):
+            self._items.load_state({name: tensor.numpy() for name, tensor in items.items()})
         if self.growing is not None:
             # not by steps: another run may have admitted pieces at earlier ones since
             known = loader.get("admissions")
             dataset = self.growing.follow(known[0]) if known else self.growing.go_to(step)
             self._grow(dataset, loader["step"])
         if self.loader.loss_sampler is not None:
-            self.loader.loss_sampler.load_state(_as_arrays("selection", tensors))
+            masses = unprefixed(tensors, SELECTION)
+            state = {name: tensor.numpy() for name, tensor in masses.items()}
+            self.loader.loss_sampler.load_state(state)
         self.loader.load_state_dict(dict(loader))
         self._batches = iter(self.loader)
         restore_random(tensors, self.world, self.device)
@@ -422,14 +425,3 @@ def _normalized_by(dataset: Dataset, window: Window) -> Dataset:
             update = {name: np.array(v).reshape(own.mean.shape) for name, v in moments.items()}
             statistics[column.name] = own.model_copy(update=update)
     return replace(dataset, manifest=dataset.manifest.replaced(statistics=statistics), frozen=True)
-
-
-def _as_tensors(name: str, state: Mapping[str, Array]) -> dict[str, Tensor]:
-    """Return a state of arrays as a checkpoint's tensors."""
-    return {f"{name}/{key}": torch.from_numpy(value) for key, value in state.items()}
-
-
-def _as_arrays(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Array]:
-    """Return the state that `_as_tensors` kept."""
-    kept = {k.partition("/")[2]: t for k, t in tensors.items() if k.startswith(f"{name}/")}
-    return {key: tensor.cpu().numpy() for key, tensor in kept.items()}

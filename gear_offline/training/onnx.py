@@ -91,10 +91,9 @@ def export_policy(
         raise InputError("OUTPUT_WRITE", what, str(target), remedy)
     if not isinstance(policy, Policy):
         policy = load_policy(policy, task, device="cpu", model=model)
-    if target.suffix == ".onnx":
-        check_new_file(target, overwrite=overwrite)
     if target.suffix != ".onnx":
         return policy.save(target, overwrite=overwrite)
+    check_new_file(target, overwrite=overwrite)
     with package_needed("an ONNX file", "onnx"):
         import onnx
         import onnxscript  # noqa: F401 - what torch exports with

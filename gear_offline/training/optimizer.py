@@ -50,14 +50,9 @@ class Optimizer:
 
     With `captured` everything stays on the GPU, for steps that are captured.  `working` is a
     bfloat16 copy of the model that forward and backward passes run on: gradients are taken from
-    its parameters, and updates go to both.  `on_device` updates on the GPU without the host;
-    where it is None, steps end with `clip` and `update`.  Parameters named in `steady` have
-    a constant rate, and are neither decayed nor clipped.
-
-    Attributes
-    ----------
-    working
-        The parameters that forward and backward passes compute with: of the copy, if there is one.
+    its parameters, which the attribute has, and updates go to both.  `on_device` updates on the GPU
+    without the host; where it is None, steps end with `clip` and `update`.  Parameters named in
+    `steady` have a constant rate, and are neither decayed nor clipped.
     """
 
     def __init__(

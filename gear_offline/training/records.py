@@ -305,6 +305,12 @@ def read_evaluations(run: Path) -> list[EvaluationReport]:
     return [reports[step] for step in sorted(reports)]
 
 
+def failure_of(reports: Sequence[EvaluationReport]) -> str | None:
+    """Return the newest error of a run's evaluations, of which every one failed; else None."""
+    has_failed = bool(reports) and all(report.error for report in reports)
+    return f"evaluation failed: {reports[-1].error}" if has_failed else None
+
+
 def read_document(path: Path, kind: type[R]) -> R | None:
     """Return the content of a JSON file; None when missing."""
     try:

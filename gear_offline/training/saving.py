@@ -53,23 +53,15 @@ LINE = 64  # bytes: copies begin at cache lines
 
 
 class Saver:
-    """Saves and prunes the checkpoints of one run; the ranks make it, and call `save`, together.
-
-    Attributes
-    ----------
-    before
-        Called in the writer's thread before a checkpoint takes its name: it makes metrics durable.
-    written, given_up
-        Steps whose checkpoints became whole, or did not; readers take them out.
-    stalled_seconds
-        How long `save` has held up training so far.
-    """
+    """Saves and prunes the checkpoints of one run; the ranks make it, and call `save`, together."""
 
     def __init__(self, learner: Learner, folder: Path) -> None:
         self._learner, self._folder, self._world = learner, folder, learner.world
+        # In the writer's thread before a checkpoint takes its name: it makes metrics durable.
         self.before: Callable[[], None] = lambda: None
+        # Steps whose checkpoints became whole, or did not; readers take them out.
         self.written, self.given_up = deque[int](), deque[int]()
-        self.stalled_seconds = 0.0
+        self.stalled_seconds = 0.0  # that `save` has held up training so far
         self._thread: threading.Thread | None = None  # that does what was begun last
         self._error: BaseException | None = None  # of what was begun
         self._writing: int | None = None  # the step that is written, or was last
@@ -220,6 +212,8 @@ def restore(learner: Learner, folder: Path, say: Callable[[str], None]) -> float
     checkpoint = world.lead(lambda: newest_checkpoint(folder, say))
     text = world.gather(checkpoint and checkpoint.state.model_dump_json())[0]
     if text is None:
+        if folder.with_name("metrics.jsonl").is_file():
+            say("no checkpoint is there: the run begins again, without what it has logged")
         return 0.0
     state = SavedState.model_validate_json(text)
     path = folder / checkpoint_name(state.step)
