@@ -23,12 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from gear_offline.config.problems import nearest, problem_text
-from gear_offline.config.sections import (
-    ModelSettings,
-    OwnModelSettings,
-    inherit,
-    option_names,
-)
+from gear_offline.config.sections import ModelSettings, OwnModelSettings, inherit, option_names
 from gear_offline.core.parts import (
     Kind,
     digest_of,
