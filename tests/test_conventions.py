@@ -26,6 +26,7 @@ STOPS, N = np.cumsum(LENGTHS), sum(LENGTHS)
 TERMINAL, LIMIT = (np.isin(np.arange(N), STOPS[np.equal(ENDED, e)] - 1) for e in (True, False))
 FIRST = np.isin(np.arange(N), [0, *STOPS[:-1]])
 EPISODE = np.repeat(np.arange(4), LENGTHS)
+STEP = np.concatenate([np.arange(length) for length in LENGTHS])
 STEPS: dict[str, Any] = {
     "observations": np.arange(N * 2, dtype=np.float32).reshape(N, 2),
     "actions": np.arange(N, dtype=np.float32)[:, None] / N,
@@ -50,6 +51,33 @@ CONVENTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], list[bool]]] = {
     "flags of -1 and 1": (
         {"terminals": TERMINAL * 2.0 - 1.0, "timeouts": LIMIT * 2 - 1},
         {"rule": "terminals=1|timeouts=1"},
+        ENDED,
+    ),
+    "gym": ({"terminals": EITHER, "infos/TimeLimit.truncated": LIMIT}, {}, ENDED),
+    "torchrl": (
+        {
+            **{
+                f"next/{n}": rows[:, None]
+                for n, rows in (("terminated", TERMINAL), ("done", EITHER))
+            },
+            "next/truncated": LIMIT[:, None],
+            **dict.fromkeys(("terminated", "truncated", "done"), FIRST * 0),
+        },
+        {},
+        ENDED,
+    ),
+    "jax": (
+        {"masks": 1.0 - TERMINAL, "dones_float": EITHER * 1.0},
+        {
+            "rename": {"masks": "terminals", "dones_float": "timeouts"},
+            "rule": "terminals=0|timeouts",
+        },
+        ENDED,
+    ),
+    "steps": ({"done": TERMINAL, "t": STEP}, {"ends": "first:t=0"}, ENDED),
+    "lengths, one of 0": (
+        {"done": TERMINAL, "traj": np.array([7, 5, 0, 8, 4])},
+        {"ends": "lengths:traj"},
         ENDED,
     ),
     "done beside terminated": ({"terminated": TERMINAL, "done": EITHER}, {}, ENDED),
@@ -236,6 +264,8 @@ def test_data_without_a_flag_of_terminations_are_said(tmp_path: Path, rule: str)
         ("is_first", FIRST, "first:is_first"),
         ("step_type", 1 - FIRST + EITHER, "last:step_type=2"),
         ("episode_id", EPISODE, "ids:episode_id"),
+        ("eps_id", 9 - EPISODE, "ids:eps_id"),
+        ("timestep", STEP, "first:timestep=0"),
     ],
 )
 def test_episodes_that_the_flags_do_not_tell_are_told(
@@ -249,6 +279,56 @@ def test_episodes_that_the_flags_do_not_tell_are_told(
     assert dataset.episodes.lengths.tolist() == [*LENGTHS] and dataset.terminated.tolist() == ENDED
     kept = converted(path, tmp_path / "kept", rule="is_terminal")
     assert kept.episodes.lengths.tolist() == [7, 13, 4]
+
+
+def test_rows_of_mixed_episodes_are_told(tmp_path: Path) -> None:
+    columns = STEPS | {"episode_id": np.arange(N) % 2, "terminals": np.arange(N) >= N - 2}
+    path, rule = npz(tmp_path, columns), "terminals"
+    with one_error("SOURCE_LAYOUT", f"ids:episode_id tells of {N} episodes") as caught:
+        go.convert(path, tmp_path / "d", quiet=True)
+    assert "sort the rows by episode" in caught.value.remedy
+    assert f"--rule '{rule}'" in caught.value.remedy
+    assert len(converted(path, tmp_path / "d", rule=rule)) == 2
+    order = np.argsort(columns["episode_id"], kind="stable")
+    sorted_rows = {name: rows[order] for name, rows in columns.items()}
+    assert (
+        converted(npz(tmp_path, sorted_rows), tmp_path / "e").episodes.lengths.tolist() == [12] * 2
+    )
+
+
+def test_columns_that_only_resemble_steps_say_nothing(tmp_path: Path) -> None:
+    for name, rows in {"t": FIRST * 0, "step": np.arange(N), "timestep": STEP * 0.1}.items():
+        manifest = go.convert(
+            npz(tmp_path, STEPS | PLAIN | {name: rows}), tmp_path / name, quiet=True
+        )
+        assert not manifest.source.warnings and manifest.episodes == 4
+
+
+def test_last_rows_are_no_starts(tmp_path: Path) -> None:
+    for rows, lengths in ((STOPS - 1, None), (STOPS, [*LENGTHS]), (STOPS[:-1], [*LENGTHS])):
+        path = npz(tmp_path, STEPS | {"ends": rows})
+        if lengths is None:
+            with one_error("SOURCE_LAYOUT", "ends holds no starts") as caught:
+                go.convert(path, tmp_path / "d", ends="starts:ends", quiet=True)
+            assert "add 1 to each" in caught.value.remedy
+        else:
+            dataset = converted(path, tmp_path / "d", ends="starts:ends", overwrite=True)
+            assert dataset.episodes.lengths.tolist() == lengths
+
+
+@pytest.mark.parametrize("writer", [hdf5, npz, robomimic])
+def test_a_flag_that_is_read_by_a_value_becomes_true_or_false(
+    tmp_path: Path, writer: Callable[..., Path]
+) -> None:
+    path = writer(tmp_path, STEPS | {"masks": 1.0 - TERMINAL, "timeouts": LIMIT})
+    rule, names = "terminals=0|timeouts", {"masks": "terminals"}
+    dataset = converted(path, tmp_path / "d", rename=names, rule=rule)
+    assert dataset.terminated.tolist() == ENDED
+    for data in (dataset, go.from_arrays(STEPS | {"terminals": 1.0 - TERMINAL}, rule=rule[:11])):
+        assert np.array_equal(data.read("terminals", 0, N), TERMINAL)
+    with h5py.File(go.export_hdf5(dataset, tmp_path / "e.hdf5", quiet=True)) as file:
+        assert np.array_equal(file["terminals"][()], TERMINAL)
+        assert np.array_equal(file["timeouts"][()], LIMIT)
 
 
 def test_the_value_of_a_flag_in_memory(tmp_path: Path) -> None:
@@ -382,6 +462,10 @@ def test_rows_that_may_be_late_are_told(tmp_path: Path, capsys: Captured) -> Non
         error = capsys.readouterr().err
         assert error.count("is_first is here") == said == error.count("--shift actions=1,rewards=1")
     assert go.open_dataset(out).episodes.lengths.tolist() == [3, 5]  # RLDS: no action at the end
+    exorl = {"is_first": "discount"}  # an episode a file, without flags
+    np.savez(tmp_path / "b.npz", **{exorl.get(n, n): rows for n, rows in late((3,))[0].items()})
+    main(["convert", str(tmp_path / "b.npz"), str(out), "--columns", columns, "--overwrite"])
+    assert "discount is here" in capsys.readouterr().err
     for shift in ("nothing=1", "actions=-1", "actions", "actions=true", "actions=1.5"):
         arguments = [str(tmp_path / "a.npz"), str(out), "--columns", columns, "--shift", shift]
         assert main(["convert", *arguments]) == 2 and "actions=1" in capsys.readouterr().err
@@ -449,6 +533,43 @@ def test_advice_works_when_it_is_followed(tmp_path: Path, case: str, capsys: Cap
         assert main([*arguments, *others, f"--{option}", value.strip("'.")]) == 0, (option, value)
         if lengths and option in ("ends", "rule") and value.strip("'") != "none":
             assert go.open_dataset(tmp_path / "d").episodes.lengths.tolist() == lengths
+
+
+def test_rows_of_a_buffer_that_was_not_full(tmp_path: Path, capsys: Captured) -> None:
+    rows = {
+        name: np.pad(c, [(0, 6)] + [(0, 0)] * (c.ndim - 1)) for name, c in (STEPS | PLAIN).items()
+    }
+    arguments = ["convert", str(npz(tmp_path, rows)), str(tmp_path / "d"), "--overwrite"]
+    assert main(arguments) == 0
+    where = re.findall(r"buffer that was not full; --where '([^']+)'", capsys.readouterr().err)
+    assert main([*arguments, "--where", *where]) == 0
+    assert go.open_dataset(tmp_path / "d").episodes.lengths.tolist() == [*LENGTHS]
+
+
+def test_a_folder_with_a_file_twice_or_cut_anywhere(tmp_path: Path) -> None:
+    for number, rows in enumerate((slice(0, 10), slice(10, N), slice(0, 10))):
+        columns = {name: column[rows] for name, column in (STEPS | PLAIN).items()}
+        np.savez(tmp_path / f"part_{number}.npz", **columns)
+    warnings = go.convert(tmp_path, tmp_path / "d", quiet=True).source.warnings
+    assert "part_0.npz, part_2.npz: the same content twice, so the same episodes" in warnings
+    assert "1 part without an end of the last episode: truncated" in warnings
+
+
+@pytest.mark.parametrize("suffix", ["hdf5", "npz", "parquet"])
+def test_a_pointer_of_git_lfs_is_told(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"mine.{suffix}"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 9\n")
+    with one_error("SOURCE_READ", "Git LFS") as caught:
+        go.convert(path, tmp_path / "d", quiet=True)
+    assert "git lfs pull" in caught.value.remedy
+
+
+def test_parquet_with_a_row_a_step_is_refused(tmp_path: Path) -> None:
+    rows = [[1.0, 2.0]] * 6  # as wide as the actions: each could be an episode
+    table = pa.table({"observations": rows, "actions": rows, "done": [False] * 6})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    with one_error("COLUMN", "no column 'done' of one list an episode"):
+        go.convert(tmp_path / "rows.parquet", tmp_path / "d", quiet=True)
 
 
 def test_healthy_data_say_nothing(tmp_path: Path) -> None:

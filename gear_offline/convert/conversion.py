@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -55,8 +56,8 @@ from gear_offline.errors import InputError, check_environment_id, given_path, js
 from gear_offline.progress import Progress
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source, SourceInfo
-from gear_offline.sources.columns import split_names
-from gear_offline.sources.combine import frames_turned, pick_episodes, with_columns
+from gear_offline.sources.columns import some_names, split_names
+from gear_offline.sources.combine import pick_episodes, turned, with_columns
 from gear_offline.sources.edit import (
     EpisodeFunction,
     edit_source,
@@ -199,7 +200,7 @@ def convert(
     scores = None if reference is None else known_scores(reference)
     with ExitStack() as stack:
         if isinstance(source, Source):
-            source = frames_turned(with_columns(source, names))
+            source = turned(with_columns(source, names))
         else:
             # other columns may be named in place of observations
             others = columns is not None and REQUIRED[0] not in {n.split("/")[0] for n in columns}
@@ -225,6 +226,8 @@ def convert(
             source.info = source.info.with_facts(options=chosen)
         kept_columns = _pick_columns(source, columns, discrete)
         _refuse_encoded(source, kept_columns)
+        if kept is None or kept[-1]:
+            source.warn(*_looks_unused(whole))
         info = source.info if columns is None else _of_kept(source.info, kept_columns, names)
         source.info = info
         replaceable = is_only_dataset if overwrite else lambda path: False
@@ -250,6 +253,10 @@ def convert(
         else:
             written = write_shards(source, range(plan.shards), plan, advance)
         files = [future.result() for future in digests]
+        again = Counter(file.digest for file in files)
+        same = [file.name for file in files if again[file.digest] > 1]
+        if same and "parts" in info.attributes:
+            source.warn(f"{some_names(same)}: the same content twice, so the same episodes")
         for file in info.files:
             file.open().close()  # refuses one that has changed
         for name in (info.reference_name, environment, info.environment_id):
@@ -442,6 +449,16 @@ def _looks_wrong(source: Source) -> Iterator[str]:
     odd = odd_episodes(lengths, source.terminated, info.rule, info.attributes, _names(source))
     for episodes, what, remedy in odd:
         yield f"{count_text(episodes.size, 'episode')} {what}: is this what you meant? {remedy}"
+
+
+def _looks_unused(source: Source) -> Iterator[str]:
+    """Yield a doubt about last rows that are zeros, with the option that leaves them out."""
+    stop, episodes, groups = source.spec.steps, source.spec.episodes, (REWARDS, *REQUIRED)
+    told = [c.name for c in source.spec if c.name.split("/")[0] in groups][::-1]
+    last = (source.read(name, stop - 2, stop) for name in told)  # mostly of rewards alone
+    if episodes > 1 < source.episodes.lengths[-1] and not any(rows.any() for rows in last):
+        what = "the last rows are all zeros, as of a buffer that was not full"
+        yield f"{what}; --where 'episode < {episodes - 1}' leaves the last episode out"
 
 
 def _names(source: Source) -> list[str]:

@@ -17,6 +17,7 @@ from gear_offline.core.types import Array, BoolArray
 from gear_offline.errors import InputError, check_environment_id
 from gear_offline.sources.base import Piece, Source, SourceInfo
 from gear_offline.sources.columns import common_columns, row_kinds
+from gear_offline.sources.combine import turned
 from gear_offline.sources.episode_ends import FLAGS, MARK, MEANING, SCALARS, flag_values, judge_ends
 from gear_offline.sources.flat import flat_source
 from gear_offline.sources.input_files import check_kind, misfit
@@ -143,7 +144,7 @@ def from_arrays(
     marks = {mark[2] for mark in MARK.finditer(rule or "") if mark[1] in ("starts", "lengths")}
     others = {key: arrays.pop(key) for key in arrays.keys() & marks}
     _check_rows(arrays, "")
-    return flat_source(
+    source = flat_source(
         arrays,
         others=others,
         uri=name,
@@ -152,7 +153,8 @@ def from_arrays(
         environment_id=environment,
         where=name,
         facts={**({METADATA: metadata} if metadata else {}), **(attributes or {})},
-    ).tell_no_rewards()
+    )
+    return turned(source.tell_no_rewards(), rule)
 
 
 def read_episodes(

@@ -24,6 +24,7 @@ from gear_offline.dataset.schema import ColumnSpec, channels_last, chosen_episod
 from gear_offline.errors import InputError
 from gear_offline.sources.base import Piece, Source, SourceInfo
 from gear_offline.sources.columns import Kinds, common_columns, kinds_of, some_names, split_names
+from gear_offline.sources.episode_ends import split_values
 from gear_offline.sources.input_files import InputFile, check_kind, misfit
 
 MOST_NAMED = 20  # parts that a joined source describes one by one
@@ -96,6 +97,9 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
         elif fact not in shared:
             kinds = ", ".join(sorted(set(map(str, values))))
             notes.append(f"the parts differ in {fact.replace('_', ' ')}: {kinds}")
+    tails = [(s.info.attributes.get("unfinished_tail_steps", 0), s.spec.steps) for s in sources]
+    if cut := sum(0 < tail < steps for tail, steps in tails[:-1]):
+        notes.append(f"{count_text(cut, 'part')} without an end of the last episode: truncated")
     edits = [info.attributes.get("reward_edits", []) for info in infos]
     for info in infos:
         left_out = {**info.attributes.get("left_out", {}), **left_out}
@@ -172,28 +176,32 @@ def with_columns(source: Source, names: Mapping[str, str] | None) -> Source:
     )
 
 
-def frames_turned(source: Source) -> Source:
+def turned(source: Source, rule: str | None = None) -> Source:
     """Return `source` with the channels of observed frames last, as encoders and videos have them.
 
     They are uint8 or uint16 of shape (C, h, w) a step; a stack of grey frames is one with as many
-    channels.
+    channels.  A flag that the rule reads by a value, ``FLAG=VALUE``, becomes true or false.
     """
     groups = ("observations", "next_observations")
     kept = [c for c in source.spec if c.name.split("/")[0] in groups]
     observed = [c for c in kept if c.dtype in (np.uint8, np.uint16)]
     turned = {c.name: channels_last(c.shape) for c in observed}
     first = {name: shape for name, shape in turned.items() if shape != source.spec[name].shape}
-    if not first:
+    values = {n: float(value) for n, value in split_values(rule)[1].items() if n in source.spec}
+    if not (first or values):
         return source
 
     def read(column: str, start: int, stop: int) -> Array:
         rows = source.read(column, start, stop)
+        if column in values:
+            return np.asarray(rows == values[column])
         return np.ascontiguousarray(np.moveaxis(rows, 1, -1)) if column in first else rows
 
     kinds = {n: (dtype, first.get(n, shape)) for n, (dtype, shape) in kinds_of(source).items()}
+    kinds |= {name: (np.dtype(np.bool_), source.spec[name].shape) for name in values}
     frames = source.derived([Piece(read=read, steps=source.spec.steps)], kinds)
     shapes = ", ".join(f"{name} {source.spec[name].shape} to {first[name]}" for name in first)
-    frames.warn(f"frames have their channels first and are turned: {shapes}")
+    frames.warn(*[f"frames have their channels first and are turned: {shapes}"] * bool(first))
     return frames
 
 

@@ -106,7 +106,8 @@ class D4rlFile(NamedTuple):
         if content and family != "d4rl" and not overridden:
             what = f"taken for {family} by its {evidence}: episodes end by {family}'s rule"
             notes.append(f"{what}; rule='terminals|timeouts' overrides")
-        if family == "mujoco" and limit and "timeouts" in source.spec:
+        timed = "timeouts" in source.info.rule
+        if family == "mujoco" and limit and timed:
             cut_short = source.truncated & (lengths < limit)
             cut_short[-1] &= not source.info.attributes["unfinished_tail_steps"]
             if cut := int(cut_short.sum()):
@@ -114,7 +115,7 @@ class D4rlFile(NamedTuple):
                 notes.append(f"{what}, as in replay data: returns-to-go are too small (D4RL#162)")
         if overridden:
             return notes
-        if not any(flag in source.spec for flag in TIME_FLAGS) or family == "kitchen":
+        if not timed or family == "kitchen":
             notes.append(_NOTES[family.split("-")[0]])
         return [*notes, *(note for name, note in _RELEASES.items() if re.match(name, self.name))]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from functools import cache, reduce
 from itertools import pairwise
 from math import prod
@@ -38,6 +37,7 @@ PAIRS |= {"is_terminal": "is_last", "terminal": "timeout", "termination": "trunc
 PAIRS |= {"terminateds": "truncateds"}
 BLOCK_ROWS = 1 << 20  # of a column in memory
 CUTS = "-as-truncations"
+MIXED = "sort the rows by episode, and give each an id of its own"
 NO_TERMINATION = "no flag tells a termination: every episode counts as truncated"
 _NUMBER = r"-?[0-9.]+(e[+-]?[0-9]+)?"
 ARTIFICIAL = f"terminals{CUTS}"
@@ -47,7 +47,9 @@ KNOWN = ", ".join((*FLAGS, SPLIT, ONLY, ARTIFICIAL, "steps=N, starts:COLUMN, len
 _ROW_MARKS = (  # names of columns that tell where episodes are, and the part of a rule for them
     (r"(.*/)?(is_first|episode_starts?)", "first:{}"),
     (r"(.*/)?step_type", "last:{}=2"),
-    (r"(.*/)?(episode|traj(ectory)?|demo)(_?(id|idx|index|number|num))?", "ids:{}"),
+    (r"(.*/)?(episode|traj(ectory)?|demo|rollout)(_?(id|idx|index|number|num))?", "ids:{}"),
+    (r"(.*/)?eps?_?(id|idx|index|number|num)", "ids:{}"),
+    (r"(.*/)?(t|(time|episode|env)?_?steps?(_?(id|idx|index))?|frame_index)", "first:{}=0"),
 )
 True_ = Callable[[str], Int64Array]  # (K,) rows at which a flag is true
 
@@ -106,12 +108,15 @@ def chosen_flags(columns: Collection[str], names: Mapping[str, str]) -> dict[str
     """Return the stored column of each flag.
 
     Where the user names a flag of terminations, or one of time limits, it is the only one.
+    Beside those of TorchRL's ``next`` the others are of the step before.
     """
+    later = "next/" if any(f"next/{flag}" in columns for flag in FLAGS) else ""
     flags = {new: old for new, old in names.items() if new in FLAGS and old in columns}
     taken = set(flags.values())
     for kind in (TERMINAL_FLAGS, TIME_FLAGS):
         if not flags.keys() & {*kind}:
-            flags |= {flag: flag for flag in kind if flag in columns and flag not in taken}
+            stored = {flag: later + flag for flag in kind}
+            flags |= {f: old for f, old in stored.items() if old in columns and old not in taken}
     return {flag: flags[flag] for flag in FLAGS if flag in flags}
 
 
@@ -122,11 +127,12 @@ def default_rule(flags: Collection[str], true: True_) -> tuple[str, str]:
     for pair in PAIRS.items():
         if {*pair} <= {*flags}:
             return "|".join(pair), ""
-    if proper and (other := time or union):
+    gym = time.endswith("TimeLimit.truncated") and (union or proper)  # true only at time limits
+    if proper and not gym and (other := time or union):
         tells = "one with both counts as terminated" if time else f"{proper} tells terminations"
         return f"{proper}|{other}", f"{proper} and {other} end episodes: {tells}"
-    if union and time:
-        if union == "next.done" or np.isin(true(time), true(union)).all():
+    if time and (union := gym or union):
+        if gym or union == "next.done" or np.isin(true(time), true(union)).all():
             note = f"{union} is true at every {time} too, which count as truncated; --rule {ONLY} "
             return SPLIT, f"{note}counts them as terminated" if true(time).size else ""
         note = f"{union} and {time} end episodes: one with both counts as terminated; "
@@ -149,7 +155,7 @@ def split_episodes(
     if its last row bears a terminal flag, which wins over a timeout on the same row.  Rows behind
     the last end form an episode that is truncated.
     """
-    asked, (rule, values) = rule, _with_values(rule)
+    asked, (rule, values) = rule, split_values(rule)
     true = cache(lambda name: _true_rows(table[name], name, where, values.get(name), flags))
     untold, note = _untold(table, rows) if rule is None else {}, ""
     if rule is None:
@@ -172,13 +178,11 @@ def split_episodes(
         last = _with_step_limit(last, rows, parsed.step_limit)
     tail = rows - 1 - int(last[-1]) if last.size else rows
     last = np.append(last, [rows - 1] * (tail > 0)).astype(np.int64)
-    for name, tells in untold.items():
+    for name, (tells, way) in untold.items():
         if not np.isin(tells, last).all():
             what = f"{name} tells of {tells.size:,} episodes, and {rule} of {last.size:,} others"
-            remedy = (
-                f"give --ends {name}, in Python rule={name!r}; or keep these by --rule '{rule}'"
-            )
-            raise misfit(what, where, remedy)
+            way = way or f"give --ends {name}, in Python rule={name!r}"
+            raise misfit(what, where, f"{way}; or keep these by --rule '{rule}'")
     lengths = np.diff(last, prepend=np.int64(-1))
     terminated = parsed.terminated(last, lengths, true)
     terminated[-1] &= not tail
@@ -197,7 +201,7 @@ def judge_ends(
 
     `flags` are columns as of `split_episodes`; their values at the last steps count.
     """
-    last, (rule, values) = np.cumsum(lengths) - 1, _with_values(rule)
+    last, (rule, values) = np.cumsum(lengths) - 1, split_values(rule)
     true = cache(lambda name: _true_rows(flags[name], name, where, values.get(name), flags))
     if rule:
         return Rule.parse(rule, flags, where).terminated(last, lengths, true), []
@@ -214,7 +218,7 @@ def judge_ends(
     return ended, notes if enough or not note else [*notes, note]
 
 
-def _with_values(rule: str | None) -> tuple[str | None, dict[str, str]]:
+def split_values(rule: str | None) -> tuple[str | None, dict[str, str]]:
     """Return a rule without the values of ``FLAG=VALUE``, at which a flag is true; and those."""
     parts = [part.partition("=") for part in rule.split("|")] if rule else []
     values = {n: value for n, _, value in parts if n in FLAGS and re.fullmatch(_NUMBER, value)}
@@ -299,13 +303,13 @@ def _last_rows(mark: re.Match[str], column: Any, rows: int, where: str) -> Int64
     if kind in ("starts", "lengths"):
         last = _bounds(kind, column, rows)
         what = f"{name} holds no {kind} of the episodes of {rows:,} rows"
-        remedy = f"a column with a value in each row is first:{name}, last:{name} or ids:{name}"
+        remedy = f"a value in each row is first:{name}, last:{name} or ids:{name}; last rows are "
+        remedy += "no starts: add 1 to each"
     elif kind == "ids":
         first, ids = runs(_blocks(column))
         if np.unique(ids).size == first.size:
             last = np.append(first[1:], rows) - 1
-        what = f"{name} has an id again behind another one"
-        remedy = "sort the rows by episode, and give each an id of its own"
+        what, remedy = f"{name} has an id again behind another one", MIXED
     elif (hits := _true_rows(column, name, where, value)).size:
         last = hits if kind == "last" else np.append(hits[hits > 0], rows) - 1
     if last is None:
@@ -316,29 +320,45 @@ def _last_rows(mark: re.Match[str], column: Any, rows: int, where: str) -> Int64
 def _bounds(kind: str, column: Any, rows: int) -> Int64Array | None:
     """Return the last row of each episode by starts, or lengths; ``None`` if they are none."""
     numbers = np.concatenate([np.zeros(0), *(part.reshape(-1) for _, part in _blocks(column))])
-    stops, least, total = numbers, 0, 0
-    if kind == "lengths":
-        stops, least, total = np.cumsum(numbers), 1, rows
-    rising = (np.diff(stops) > 0).all() and (numbers == np.rint(numbers)).all()
-    if not (numbers.size and rising and numbers[0] >= least and total <= stops[-1] <= rows):
-        return None
+    stops, total = (np.cumsum(numbers), rows) if kind == "lengths" else (numbers, 0)
+    rising = (np.diff(stops, prepend=0) >= 0).all() and (numbers == np.rint(numbers)).all()
+    if not (numbers.size and rising and total <= stops[-1] <= rows):
+        return None  # episodes without steps are left out
+    if kind == "starts" and numbers[0] > 0 and stops[-1] == rows - 1:
+        return None  # these are last rows
     return np.union1d(stops[stops > 0].astype(np.int64), [rows]) - 1
 
 
-def _untold(table: Mapping[str, Any], rows: int) -> dict[str, Int64Array]:
-    """Return the marks, and last rows, of columns that no rule names and that tell episodes."""
-    marks = dict[str, Int64Array]()
+def _counts_steps(column: Any) -> bool:
+    """Check that a column counts the steps of each episode from 0 on."""
+    before = -1
+    for _, part in _blocks(column):
+        previous = np.append(before, part := part.reshape(-1))[:-1]
+        if not np.where(part == 0, previous != 0, part == previous + 1).all():
+            return False
+        before = part[-1]
+    return True
+
+
+def _untold(table: Mapping[str, Any], rows: int) -> dict[str, tuple[Int64Array, str]]:
+    """Return marks of columns that no rule names and that tell episodes: last rows, a remedy."""
+    marks = dict[str, tuple[Int64Array, str]]()
     for name, column in table.items():
         size = column.shape[0]
         if column.shape == (size,) and column.dtype.kind in "iu" and 1 < size < rows:
             for kind in ("lengths", "starts"):
                 last = _bounds(kind, column, rows)
                 if last is not None and last.size in (size, size - 1) and last[-2:][0] >= size - 1:
-                    marks[f"{kind}:{name}"] = last
+                    marks[f"{kind}:{name}"] = last, ""
     for mark in filter(None, map(MARK.fullmatch, row_marks(table))):
-        if table[mark[2]].shape[0] == rows:
-            with suppress(InputError):  # it is another column, of a usual name
-                marks[mark[0]] = _last_rows(mark, table[mark[2]], rows, "")
+        column = table[mark[2]]
+        if column.shape[0] != rows or (mark[3] == "0" and not _counts_steps(column)):
+            continue
+        try:
+            marks[mark[0]] = _last_rows(mark, column, rows, ""), ""
+        except InputError:  # of floats it is another column, of a usual name
+            if mark[1] == "ids" and column.dtype.kind in "iu":  # rows of episodes are mixed
+                marks[mark[0]] = np.append(runs(_blocks(column))[0][1:], rows) - 1, MIXED
     return marks
 
 

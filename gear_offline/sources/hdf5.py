@@ -41,7 +41,7 @@ MAX_ATTRIBUTES, MAX_ATTRIBUTE_BYTES = 200, 4096
 MAX_TEXT_BYTES = 16 << 20
 Plain = str | int | float
 _told_as_damaged = partial(damage_told, "HDF5")
-_PLAIN = "copy the data into plain datasets of one file, e.g. with h5repack"
+_PLAIN = "copy the data into plain datasets of one file: new[name] = old[name][()] with h5py"
 
 
 class Hdf5Dataset(NamedTuple):

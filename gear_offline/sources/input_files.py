@@ -27,6 +27,9 @@ class InputFile:
     def find(cls, path: Path) -> InputFile:
         """Return the regular file at `path` as it is now."""
         with _open(path) as file:
+            if file.read(23) == b"version https://git-lfs":
+                what = "a pointer of Git LFS in place of the file"
+                raise InputError("SOURCE_READ", what, str(path), "get the file: git lfs pull")
             return cls(path, file_identity(file.fileno()))
 
     def open(self) -> FileIO:

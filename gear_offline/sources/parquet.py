@@ -20,6 +20,7 @@ from gear_offline.dataset.scores import dataset_of_file
 from gear_offline.errors import InputError, package_needed
 from gear_offline.sources.base import Asked, Piece, Source, SourceInfo
 from gear_offline.sources.columns import row_kinds, some_names, split_names
+from gear_offline.sources.episode_ends import chosen_flags
 from gear_offline.sources.flat import REQUIRED
 from gear_offline.sources.input_files import InputFile, damage_told, misfit
 
@@ -35,10 +36,13 @@ def open_parquet(path: Path, asked: Asked) -> Source:
     types = {field.name: field.type for field in file.schema}
     lists = [name for name, kind in types.items() if is_list(kind) and is_numeric(kind)]
     needed = [part for name in REQUIRED for part in split_names(names.get(name, name))]
-    for name in [*needed, *({names.get("rewards", "rewards")} & types.keys())]:
+    nested = any(is_list(getattr(types[n], "storage_type", types[n]).value_type) for n in lists)
+    # beside vectors they tell a row a step
+    flags = [] if nested else chosen_flags(types, names).values()
+    for name in [*needed, *({names.get("rewards", "rewards"), *flags} & types.keys())]:
         if name not in lists and not (asked.partial and lists):
             remedy = f"needed are lists over the steps of an episode; found: {some_names(lists)}; "
-            remedy += f"other names: --rename NAME={name}"
+            remedy += f"other names: --rename NAME={name}; one row a step: go.from_arrays in Python"
             what = f"no column {name!r} of one list an episode"
             raise InputError("COLUMN", what, str(path), remedy)
     stored = [name for name in dict.fromkeys([*needed, *lists]) if name in lists]

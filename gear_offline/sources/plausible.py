@@ -12,7 +12,7 @@ from gear_offline.sources.d4rl import FAMILIES
 from gear_offline.sources.episode_ends import FLAGS, SPLIT, TERMINAL_FLAGS, row_marks
 
 SAME_LENGTH = 5  # episodes that end as terminated at the greatest length
-LATE = ("is_first", "step_type")  # of layouts whose last row is an observation alone
+LATE = ("is_first", "step_type", "discount")  # of layouts whose last row is an observation alone
 
 
 def odd_episodes(
@@ -48,8 +48,9 @@ def odd_episodes(
 
 def late_rows(columns: Collection[str]) -> list[str]:
     """Return a warning of columns that may stand beside the row that they led to."""
-    mark = next((name for name in columns if name.rpartition("/")[2] in LATE), None)
-    flag = next((name for name in columns if name in FLAGS), "rewards")
+    named = {name.rpartition("/")[2]: name for name in columns}
+    mark = next((named[name] for name in LATE if name in named), None)
+    flag = next((name for name in columns if name in FLAGS), "FLAG")
     what = f"{mark} is here: where a row's action led to it (Dreamer, dm_env), --shift actions=1,"
     what += f"rewards=1 puts it right; where the last row has none (RLDS), --shift {flag}=1; "
     return [f"{what}--shift actions=0 says that rows are steps"] if mark else []

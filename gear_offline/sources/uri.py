@@ -16,7 +16,7 @@ from gear_offline.dataset.manifest import is_dataset
 from gear_offline.dataset.scores import dataset_file, dataset_of_file
 from gear_offline.errors import InputError, given_path
 from gear_offline.sources.base import Asked, Source
-from gear_offline.sources.combine import dataset_source, frames_turned, join_sources, with_columns
+from gear_offline.sources.combine import dataset_source, join_sources, turned, with_columns
 from gear_offline.sources.d4rl import find_or_download
 from gear_offline.sources.dqn_replay import open_dqn_replay, replay_folder
 from gear_offline.sources.episode_ends import CONVENTIONS, MEANING, chosen_flags, judge_ends
@@ -102,7 +102,7 @@ def open_source(
     else:
         _check_there(text, path)
         text = path.name
-    return frames_turned(_open(path, Asked(text, rule, names, key, partial)))
+    return turned(_open(path, Asked(text, rule, names, key, partial)), rule)
 
 
 def place_of(source: str) -> Path | None:
