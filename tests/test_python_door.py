@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 import gear_offline as go
 from gear_offline.config.sections import LoaderSettings, SelectionSettings
 from gear_offline.errors import GearError, InputError, UnavailableError
+from gear_offline.evaluation.play import EvaluationTask
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from tests.support import Patch, make_dataset, one_error
 
@@ -35,6 +36,8 @@ def set_steps() -> None:
     recipe.train.steps = 5
 
 
+TASK: Any = EvaluationTask
+PENDULUM = {"environment": "Pendulum-v1", "targets": (0.0,)}
 MISTAKES: list[tuple[Callable[[Path], object], str]] = [
     (lambda d: loader(d, selection="top_percnt:percent=10"), "did you mean 'top_percent'"),
     (lambda d: next(iter(DataLoader(loader(d)))), "has no length"),
@@ -46,6 +49,11 @@ MISTAKES: list[tuple[Callable[[Path], object], str]] = [
     (lambda d: DOOR.evaluate(d), "this is a dataset, not a run"),
     (lambda d: DOOR.train("paper"), "[DATASET_NOT_FOUND]"),
     (lambda d: DOOR.collect("Pendulum-v1", "x.hdf5", steps="many"), "got 'many', need a number"),
+    (lambda d: DOOR.collect("Pendulum-v1", "x.hdf5", seed=1.5), "got 1.5, need a number"),
+    (lambda d: DOOR.sweep("smoke", {"data.path": str(d)}, seeds=2.5), "a whole number, got 2.5"),
+    (lambda d: TASK(**PENDULUM, episodes=2.5).settled(), "episodes is 2.5"),
+    (lambda d: TASK(**PENDULUM, seed="3").settled(), "seed is 3 (evaluate.seed)"),
+    (lambda d: DOOR.load_recipe("smoke", "data.path=2024"), """quotes: data.path='"TEXT"'"""),
     (lambda d: DOOR.export_policy("runs/x", 5), "a int is not a path (out)"),
     (lambda d: DOOR.export_policy("runs/x", "x.pt"), "write x.onnx, or a folder: x"),
     (lambda d: DOOR.open_run("runs/hopper-medium-s0"), "train smoke` makes a run"),

@@ -122,6 +122,10 @@ def test_a_damaged_checkpoint_is_passed_over(
         (path / "state.json").write_text("{}")
     with one_error("RUN_DAMAGED", "none of the checkpoints is whole"):
         train_run(tiny_recipe(data), out=run, resume=True, quiet=True)
+    shutil.rmtree(run / "checkpoints")
+    train_run(tiny_recipe(data), out=run, resume=True)
+    assert "no checkpoint is there: the run begins again" in capfd.readouterr().err
+    assert learnt(run) == learnt(whole)
 
 
 def test_resuming_with_another_recipe_names_the_change(whole: Path, data: Path) -> None:

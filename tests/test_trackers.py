@@ -10,6 +10,7 @@ import shutil
 import sqlite3
 import struct
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -179,6 +180,19 @@ go.train({str(tmp_path / "recipe.yaml")!r}, out={str(run)!r}, callbacks=[this.En
     go.train(recipe, out=run, resume=True, quiet=True)
     for name in names:
         check(name, run)
+
+
+def test_curves_go_on_where_the_clock_has_gone_back(
+    data: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    pytest.importorskip("tensorboard")
+    recipe, run = tiny_recipe(data, "train.trackers=[tensorboard]"), tmp_path / "run"
+    with pytest.raises(GearError, match="the end"):
+        go.train(recipe, out=run, callbacks=[End(12)], quiet=True)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() - 86_400)
+    go.train(recipe, out=run, resume=True, quiet=True)
+    check("tensorboard", run)
 
 
 @each_tracker

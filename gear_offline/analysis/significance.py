@@ -112,11 +112,8 @@ def compare(trials: Sequence[TrialResult]) -> tuple[str, list[Outcome]]:
         there = {result.trial.name for result, _ in latest}
         lacking = [result for result in complete if result.trial.name not in there]
         failures = [(result.trial.name, str(result.error)) for result in members if result.error]
-        for result in lacking:
-            why = f"no {metric} at step {step:,}"
-            for error in result.unplayed.values():  # the last one counts
-                why = f"evaluation failed: {error}"
-            failures.append((result.trial.name, why))
+        why = f"no {metric} at step {step:,}"
+        failures += [(result.trial.name, result.unplayed or why) for result in lacking]
         middle = iqm_interval(rows) if values else (None, None, None)
         pairs = [seed for seed in values if seed in baseline]
         versus = None

@@ -75,7 +75,9 @@ class TensorBoard:
             steps = (step for step in shown if step <= last)  # later ones are hidden below
             self.told[kind] = max([self.told.get(kind, 0), *steps])
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = AppendedFile(folder / name)
+        newest = max((file.name for file in folder.glob("*.tfevents.*")), default="")
+        # read in the order of names, also where the clock has gone back meanwhile
+        self._file = AppendedFile(folder / max(name, f"{newest}.1"))
         self._records = RecordWriter(self._file)
         # The start of a session hides the events of the steps that are about to be repeated.
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)

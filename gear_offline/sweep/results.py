@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,7 +57,7 @@ class TrialResult:
     error: str | None  # of a failed one, "CODE: what was wrong"
     curves: dict[str, dict[int, float]]  # values by step, by `RANKING`
     last: EvaluationReport | None  # the last evaluation that did not fail
-    unplayed: Mapping[int, str] = field(default_factory=dict)  # errors of those that did, by step
+    unplayed: str | None = None  # the error of the last one that did
     failure: str | None = None  # its error, or that of its evaluations if every one failed
 
     @property
@@ -147,7 +147,7 @@ def read_result(trial: Trial, path: Path, error: str | None = None) -> TrialResu
             "loss": _curve(metrics, "loss"),
         },
         last=played[-1] if played else None,
-        unplayed={report.step or 0: report.error for report in reports if report.error},
+        unplayed=failure_of([report for report in reports if report.error]),
         failure=failure_of(reports) if done else error,
     )
 

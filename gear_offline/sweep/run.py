@@ -18,6 +18,7 @@ import torch
 
 from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.config.strict_yaml import whole_number
 from gear_offline.core.parts import is_elsewhere
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text, first_line, plain, say
@@ -100,8 +101,9 @@ def sweep(
     TrainingInterrupted
         ``INTERRUPTED`` after Ctrl-C or SIGTERM; what the trials have done is saved.
     """
-    if isinstance(seeds, int):
-        seeds = range(seeds)
+    seeds = whole_number(plain(seeds))
+    if isinstance(seeds, int | float):
+        seeds = range(seeds) if isinstance(seeds, int) else [seeds]  # no seed, as is told
     values = option_values(recipe, options)
     if out is None:
         names = values.get("name", [])

@@ -212,6 +212,8 @@ def restore(learner: Learner, folder: Path, say: Callable[[str], None]) -> float
     checkpoint = world.lead(lambda: newest_checkpoint(folder, say))
     text = world.gather(checkpoint and checkpoint.state.model_dump_json())[0]
     if text is None:
+        if folder.with_name("metrics.jsonl").is_file():
+            say("no checkpoint is there: the run begins again, without what it has logged")
         return 0.0
     state = SavedState.model_validate_json(text)
     path = folder / checkpoint_name(state.step)
