@@ -498,6 +498,7 @@ def interrupted(words: list[str], number: int, runs: list[Path]) -> int:
     [
         ("train", signal.SIGINT, [""], "a checkpoint is saved"),
         ("train", signal.SIGTERM, [""], "a checkpoint is saved"),
+        ("train", signal.SIGHUP, [""], "a checkpoint is saved"),
         ("sweep --seeds 2 --parallel 1", signal.SIGTERM, ["runs/s0"], "same command goes on"),
         ("sweep --seeds 2 --parallel 2", signal.SIGINT, ["runs/s0", "runs/s1"], "same command"),
     ],

@@ -106,5 +106,11 @@ def test_the_first_signal_is_a_request_the_second_is_final() -> None:
             pytest.fail("what can be aborted does not begin after a request")
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGHUP)  # a shell and its terminal both send it
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.signal_name is None, "nohup"
+    signal.signal(signal.SIGHUP, ignored)
     with StopRequest() as stop, pytest.raises(Aborted), stop.abortable():
         os.kill(os.getpid(), signal.SIGINT)

@@ -419,7 +419,7 @@ def sweep(
     if not (quiet or as_json):
         show(None, print_text=result.print)
     show(result.to_json(), as_json, lambda: print(result.path))
-    if not result.is_complete or any(trial.failure for trial in result.trials):
+    if not result.is_complete:
         raise typer.Exit(1)
 
 

@@ -111,8 +111,7 @@ def problem_text(problem: Any) -> str:
     if problem["type"] not in ("value_error", "missing"):  # these two say what they got
         message += f", got {json.dumps(problem['input'], default=repr, ensure_ascii=False)[:60]}"
     path = ".".join(_place(problem))
-    is_typed = isinstance(problem["input"], int | float | dict | list)
-    if problem["type"] == "string_type" and is_typed:  # YAML reads 2024, a: b and [x] otherwise
+    if problem["type"] == "string_type" and type(problem["input"]) in (int, float, list, dict):
         message += f"""; a text of such characters has two quotes: {path}='"TEXT"'"""
     if path == "selection":
         message += "; write selection.strategy=top_percent selection.percent=10"

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request to stop at the next safe place."""
+"""Ctrl-C, SIGTERM and SIGHUP as a request to stop at the next safe place."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ class Aborted(BaseException):
 
 
 class StopRequest(Closing):
-    """While entered, SIGINT and SIGTERM set `signal_name` instead of ending the process.
+    """While entered, SIGINT, SIGTERM and SIGHUP set `signal_name` instead of ending the process.
 
-    A second signal raises `KeyboardInterrupt` at once.  Off the main thread, where Python lets
-    nobody handle signals, nothing changes.
+    A second signal raises `KeyboardInterrupt` at once; but SIGHUP, which a shell and its terminal
+    both send, does not, and stays ignored where `nohup` began the process.  Off the main thread,
+    where Python lets nobody handle signals, nothing changes.
     """
 
     def __init__(self) -> None:
-        self.signal_name: str | None = None  # "SIGINT" or "SIGTERM"
+        self.signal_name: str | None = None  # such as "SIGTERM"
         self._abortable = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            kept = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)[: 2 if kept else 3]:
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
@@ -42,6 +44,8 @@ class StopRequest(Closing):
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal_name is not None:
+            if number == signal.SIGHUP:
+                return
             raise KeyboardInterrupt
         self.signal_name = signal.Signals(number).name
         if self._abortable:

@@ -40,8 +40,8 @@ class SweepResult(Printed):
 
     @property
     def is_complete(self) -> bool:
-        """True if every trial is complete."""
-        return all(result.status == "complete" for result in self.trials)
+        """True if every trial is complete, and an evaluation of each has not failed."""
+        return all(result.status == "complete" and not result.failure for result in self.trials)
 
     @property
     def remark(self) -> str:
