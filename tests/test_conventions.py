@@ -551,8 +551,48 @@ def test_a_folder_with_a_file_twice_or_cut_anywhere(tmp_path: Path) -> None:
         columns = {name: column[rows] for name, column in (STEPS | PLAIN).items()}
         np.savez(tmp_path / f"part_{number}.npz", **columns)
     warnings = go.convert(tmp_path, tmp_path / "d", quiet=True).source.warnings
-    assert "part_0.npz, part_2.npz: the same content twice, so the same episodes" in warnings
+    assert any(text.startswith("files of the same content") for text in warnings)
+    repeated = [f.count for f in go.audit(tmp_path / "d").findings if f.check == "repeated"]
+    assert repeated
     assert "1 part without an end of the last episode: truncated" in warnings
+
+
+@pytest.mark.parametrize("limits", [True, False])
+@pytest.mark.parametrize("order", [np.arange(N), np.roll(np.arange(N).reshape(2, -1).T, 1)])
+def test_rows_that_do_not_follow_each_other_are_told(
+    tmp_path: Path, limits: bool, order: np.ndarray[Any, Any]
+) -> None:
+    """By SAC's buffers of other programs, where done is false at time limits."""
+    state = np.arange(N) + 10.0 * EPISODE  # a jump where an episode begins
+    columns = STEPS | {"observations": state, "next_observations": state + 1.0, "dones": TERMINAL}
+    columns |= {"timeouts": LIMIT} if limits else {}
+    columns = {name: rows[order.reshape(-1)] for name, rows in columns.items()}
+    said = go.convert(npz(tmp_path, columns), tmp_path / "d", quiet=True).source.warnings
+    ended = np.logical_or(columns["dones"], columns.get("timeouts", False))
+    jumps = sum(
+        not ended[t] and columns["next_observations"][t] != columns["observations"][t + 1]
+        for t in range(N - 1)
+    )
+    assert bool(jumps) == (not limits or order.ndim > 1)
+    told = [text for text in said if "are not those of the next row" in text]
+    assert [text.split(" of the first")[0] for text in told] == [f"at {jumps} "[:-1]] * bool(jumps)
+
+
+@pytest.mark.parametrize("writer", [hdf5, npz])
+@pytest.mark.parametrize("renamed", [False, True])
+def test_the_axis_of_one_environment_is_left_out(
+    tmp_path: Path, writer: Callable[..., Path], renamed: bool
+) -> None:
+    """Stable-Baselines3's buffers have it in every array."""
+    columns = STEPS | {"actions": EPISODE[:, None], "dones": EITHER * 1.0, "timeouts": LIMIT * 1.0}
+    names = OTHER if renamed else {}
+    path = writer(tmp_path, {names.get(n, n): rows[:, None] for n, rows in columns.items()})
+    rename = {old: new for new, old in names.items()}
+    dataset = converted(path, tmp_path / "d", rename=rename)
+    assert dataset.terminated.tolist() == ENDED
+    for name, rows in columns.items():
+        assert np.array_equal(dataset.read(name, 0, N), rows)
+    assert "an axis of one environment is left out" in dataset.manifest.source.warnings
 
 
 @pytest.mark.parametrize("suffix", ["hdf5", "npz", "parquet"])

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -56,7 +55,7 @@ from gear_offline.errors import InputError, check_environment_id, given_path, js
 from gear_offline.progress import Progress
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source, SourceInfo
-from gear_offline.sources.columns import some_names, split_names
+from gear_offline.sources.columns import kinds_of, split_names
 from gear_offline.sources.combine import pick_episodes, turned, with_columns
 from gear_offline.sources.edit import (
     EpisodeFunction,
@@ -73,6 +72,7 @@ from gear_offline.sources.uri import place_of
 SHARD_BYTES = 256 << 20
 BLOCK_BYTES = 16 << 20
 PICTURES = (b"\xff\xd8\xff", b"\x89PNG")  # the beginning of a file
+NEXT, COMPARED_BYTES = "next_observations", 4 << 20
 BLOCK_STEPS = 1 << 20  # of rewards that are compared at a time
 MAX_WIDTH = 2 << 20  # numbers a step: the statistics of each take 90 bytes of a manifest
 MOST_CHOICES = 1000  # whole numbers below this in a float column look like numbers of choices
@@ -214,11 +214,11 @@ def convert(
                 opened = stack.enter_context(open_source(source, names=names, **how))
             source = opened
         if source.info.format != "gear":  # of which it was said when they were made
-            late = late_rows(_names(source)) if shift is None else []
+            late = late_rows(kinds_of(source)) if shift is None else []
             source.warn(*_looks_wrong(source), *late)
         whole = source = shift_source(source, shift or {})
         source, kept = _edited(source, rename or {}, shift or {}, map, where)
-        groups = {name.split("/")[0] for name in (*_names(source), *names.values())}
+        groups = {name.split("/")[0] for name in (*kinds_of(source), *names.values())}
         if path and map and (lacking := [name for name in REQUIRED if name not in groups]):
             what, remedy = f"map made no {' and no '.join(lacking)}", "return them, or --rename"
             raise InputError("COLUMN", what, source.info.uri, remedy)
@@ -226,8 +226,8 @@ def convert(
             source.info = source.info.with_facts(options=chosen)
         kept_columns = _pick_columns(source, columns, discrete)
         _refuse_encoded(source, kept_columns)
-        if kept is None or kept[-1]:
-            source.warn(*_looks_unused(whole))
+        if source.info.format != "gear":
+            source.warn(*_rows_look_wrong(whole, kept is None or kept[-1] != 0))
         info = source.info if columns is None else _of_kept(source.info, kept_columns, names)
         source.info = info
         replaceable = is_only_dataset if overwrite else lambda path: False
@@ -253,10 +253,8 @@ def convert(
         else:
             written = write_shards(source, range(plan.shards), plan, advance)
         files = [future.result() for future in digests]
-        again = Counter(file.digest for file in files)
-        same = [file.name for file in files if again[file.digest] > 1]
-        if same and "parts" in info.attributes:
-            source.warn(f"{some_names(same)}: the same content twice, so the same episodes")
+        if len({file.digest for file in files}) < len(files) and "parts" in info.attributes:
+            source.warn("files of the same content: episodes are there twice, which audit names")
         for file in info.files:
             file.open().close()  # refuses one that has changed
         for name in (info.reference_name, environment, info.environment_id):
@@ -446,23 +444,31 @@ def _edited(
 def _looks_wrong(source: Source) -> Iterator[str]:
     """Yield doubts about a source's episodes, with the option that would change them."""
     info, lengths = source.info, source.episodes.lengths
-    odd = odd_episodes(lengths, source.terminated, info.rule, info.attributes, _names(source))
+    odd = odd_episodes(lengths, source.terminated, info.rule, info.attributes, kinds_of(source))
     for episodes, what, remedy in odd:
         yield f"{count_text(episodes.size, 'episode')} {what}: is this what you meant? {remedy}"
 
 
-def _looks_unused(source: Source) -> Iterator[str]:
-    """Yield a doubt about last rows that are zeros, with the option that leaves them out."""
-    stop, episodes, groups = source.spec.steps, source.spec.episodes, (REWARDS, *REQUIRED)
-    told = [c.name for c in source.spec if c.name.split("/")[0] in groups][::-1]
-    last = (source.read(name, stop - 2, stop) for name in told)  # mostly of rewards alone
-    if episodes > 1 < source.episodes.lengths[-1] and not any(rows.any() for rows in last):
+def _rows_look_wrong(source: Source, has_last: bool) -> Iterator[str]:
+    """Yield doubts about unused last rows, and first rows that do not follow each other."""
+    steps, kinds, ends = source.spec.steps, kinds_of(source), source.episodes.offsets[1:]
+    told = [name for name in kinds if name.split("/")[0] in (REWARDS, *REQUIRED)][::-1]
+    last = (source.read(name, steps - 2, steps) for name in told)  # mostly of rewards alone
+    if (
+        has_last
+        and told
+        and ends.size > 1 < np.diff(ends)[-1]
+        and not any(rows.any() for rows in last)
+    ):
         what = "the last rows are all zeros, as of a buffer that was not full"
-        yield f"{what}; --where 'episode < {episodes - 1}' leaves the last episode out"
-
-
-def _names(source: Source) -> list[str]:
-    return [column.name for column in source.spec]
+        yield f"{what}; --where 'episode < {ends.size - 1}' leaves the last episode out"
+    if steps > 2 and kinds.get(NEXT, 0) == kinds.get(REQUIRED[0]):
+        rows = min(steps, 3 + COMPARED_BYTES // source.spec[NEXT].step_bytes)
+        after, now = source.read(NEXT, 0, rows - 1), source.read(REQUIRED[0], 1, rows)
+        far = ~np.isclose(after, now, 1e-3, 1e-3, equal_nan=True).reshape(rows - 1, -1).all(1)
+        if jumps := np.setdiff1d(np.flatnonzero(far) + 1, ends).size:
+            what = f"at {jumps:,} of the first {rows:,} steps {NEXT} are not those of the next row"
+            yield f"{what}: ends are missing (--ends KIND:COLUMN), or rows are out of order"
 
 
 def _of_kept(info: SourceInfo, kept: Sequence[ColumnSpec], names: Mapping[str, str]) -> SourceInfo:

@@ -114,8 +114,10 @@ class Source(Closing):
         usual: Mapping[str, str] | None = None,  # made of others unless these are asked for
         by_piece: bool = False,  # a read loads a piece: all its columns come before the next one
     ) -> None:
-        columns = {  # a reward or flag of shape (1,) is one number
-            name: (dtype, () if name in SCALARS and shape == (1,) else shape)
+        rows = [columns[n][1] for n in ("observations", "actions") if n in columns]
+        single = len(rows) == 2 and all(len(shape) > 1 == shape[0] for shape in rows)
+        columns = {  # a reward or flag of shape (1,) is one number; of one environment is no axis
+            name: (dtype, shape[shape[:1] == (1,) and (name in SCALARS or single) :])
             for name, (dtype, shape) in columns.items()
         }
         names = legal_names(columns)
@@ -139,6 +141,7 @@ class Source(Closing):
         self.spec = TableSpec(columns=tuple(specs), steps=steps, episodes=episodes)
         self.info = info
         self.where = info.files[0].path if len(info.files) == 1 else info.uri
+        self.warn(*["an axis of one environment is left out"] * single)
         self.warn(*(f"{old!r} is the column {new}" for old, new in names.items() if old != new))
 
     def derived(

@@ -106,8 +106,7 @@ class D4rlFile(NamedTuple):
         if content and family != "d4rl" and not overridden:
             what = f"taken for {family} by its {evidence}: episodes end by {family}'s rule"
             notes.append(f"{what}; rule='terminals|timeouts' overrides")
-        timed = "timeouts" in source.info.rule
-        if family == "mujoco" and limit and timed:
+        if family == "mujoco" and limit and "timeouts" in source.info.rule:
             cut_short = source.truncated & (lengths < limit)
             cut_short[-1] &= not source.info.attributes["unfinished_tail_steps"]
             if cut := int(cut_short.sum()):
@@ -115,7 +114,7 @@ class D4rlFile(NamedTuple):
                 notes.append(f"{what}, as in replay data: returns-to-go are too small (D4RL#162)")
         if overridden:
             return notes
-        if not timed or family == "kitchen":
+        if "timeouts" not in source.info.rule or family == "kitchen":
             notes.append(_NOTES[family.split("-")[0]])
         return [*notes, *(note for name, note in _RELEASES.items() if re.match(name, self.name))]
 

@@ -303,8 +303,7 @@ def _last_rows(mark: re.Match[str], column: Any, rows: int, where: str) -> Int64
     if kind in ("starts", "lengths"):
         last = _bounds(kind, column, rows)
         what = f"{name} holds no {kind} of the episodes of {rows:,} rows"
-        remedy = f"a value in each row is first:{name}, last:{name} or ids:{name}; last rows are "
-        remedy += "no starts: add 1 to each"
+        remedy = f"a value in each row is first:{name} or ids:{name}; of last rows add 1 to each"
     elif kind == "ids":
         first, ids = runs(_blocks(column))
         if np.unique(ids).size == first.size:
@@ -322,10 +321,9 @@ def _bounds(kind: str, column: Any, rows: int) -> Int64Array | None:
     numbers = np.concatenate([np.zeros(0), *(part.reshape(-1) for _, part in _blocks(column))])
     stops, total = (np.cumsum(numbers), rows) if kind == "lengths" else (numbers, 0)
     rising = (np.diff(stops, prepend=0) >= 0).all() and (numbers == np.rint(numbers)).all()
-    if not (numbers.size and rising and total <= stops[-1] <= rows):
-        return None  # episodes without steps are left out
-    if kind == "starts" and numbers[0] > 0 and stops[-1] == rows - 1:
-        return None  # these are last rows
+    known = numbers.size and rising and total <= stops[-1] <= rows
+    if not known or (kind == "starts" and numbers[0] > 0 and stops[-1] == rows - 1):  # last rows
+        return None
     return np.union1d(stops[stops > 0].astype(np.int64), [rows]) - 1
 
 
@@ -333,10 +331,10 @@ def _counts_steps(column: Any) -> bool:
     """Check that a column counts the steps of each episode from 0 on."""
     before = -1
     for _, part in _blocks(column):
-        previous = np.append(before, part := part.reshape(-1))[:-1]
-        if not np.where(part == 0, previous != 0, part == previous + 1).all():
+        steps = np.append(before, part)
+        if not np.where(steps[1:] == 0, steps[:-1] != 0, np.diff(steps) == 1).all():
             return False
-        before = part[-1]
+        before = steps[-1]
     return True
 
 

@@ -37,8 +37,7 @@ def open_parquet(path: Path, asked: Asked) -> Source:
     lists = [name for name, kind in types.items() if is_list(kind) and is_numeric(kind)]
     needed = [part for name in REQUIRED for part in split_names(names.get(name, name))]
     nested = any(is_list(getattr(types[n], "storage_type", types[n]).value_type) for n in lists)
-    # beside vectors they tell a row a step
-    flags = [] if nested else chosen_flags(types, names).values()
+    flags = [] if nested else chosen_flags(types, names).values()  # which tell a row a step
     for name in [*needed, *({names.get("rewards", "rewards"), *flags} & types.keys())]:
         if name not in lists and not (asked.partial and lists):
             remedy = f"needed are lists over the steps of an episode; found: {some_names(lists)}; "

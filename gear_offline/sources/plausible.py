@@ -48,8 +48,7 @@ def odd_episodes(
 
 def late_rows(columns: Collection[str]) -> list[str]:
     """Return a warning of columns that may stand beside the row that they led to."""
-    named = {name.rpartition("/")[2]: name for name in columns}
-    mark = next((named[name] for name in LATE if name in named), None)
+    mark = next((n for late in LATE for n in columns if n.rpartition("/")[2] == late), None)
     flag = next((name for name in columns if name in FLAGS), "FLAG")
     what = f"{mark} is here: where a row's action led to it (Dreamer, dm_env), --shift actions=1,"
     what += f"rewards=1 puts it right; where the last row has none (RLDS), --shift {flag}=1; "
