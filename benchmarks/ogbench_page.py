@@ -2,8 +2,8 @@
 
     python -m benchmarks.ogbench_page ogbench.json gcbc.json --out docs/studies/ogbench
 
-Seeds of one model in several files are joined.  Shares of successes are in percent, with the 95 %
-Student t interval over seeds.
+It writes OGBENCH.json and OGBENCH.png, and prints the table.  Seeds of one model in several files
+are joined.  Shares of successes are in percent, with the 95 % Student t interval over seeds.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.ogbench import MODELS, text_of
 from gear_offline import plots
+from gear_offline.core.files import write_file
 from gear_offline.sweep.results import LEAST_SEEDS
 from gear_offline.training.records import mean_interval
 
@@ -86,6 +87,9 @@ if __name__ == "__main__":
     parser.add_argument("--title", default="Success on OGBench's tasks")
     parser.add_argument("--out", type=Path, default=Path("ogbench"), help="name without its end")
     chosen = parser.parse_args()
-    results = join([json.loads(path.read_text()) for path in chosen.files])
+    documents = [json.loads(path.read_text()) for path in chosen.files]
+    results = join(documents)
+    document = {key: documents[0].get(key) for key in ("machine", "ogbench")} | {"results": results}
+    write_file(chosen.out.with_suffix(".json"), json.dumps(document).encode())
     plots.save_figure(plot(results, chosen.title), chosen.out.with_suffix(".png"))
     print(table(results))

@@ -1,22 +1,23 @@
 """The verdicts that fewer seeds would have given: power, and how often they say the opposite.
 
     gear-offline strategies hopper-medium --train --seeds 100 --out many
-    python -m benchmarks.seeds many --out docs/studies/many
+    python -m benchmarks.seeds many --out many
 
 It writes MANY.json and MANY.png, and prints the table of a page.
 
-Each setting of a ``strategies.json`` has pairs with the baseline, one a seed.  From them so many
-pairs as a smaller study has are drawn without replacement, again and again, and tested as the
-page tests them: by the paired t test at 5 %, here without a correction for several settings.
+Each setting of a ``strategies.json`` has pairs with the baseline, one a seed.  From their seeds so
+many as a smaller study has are drawn with replacement, again and again, the same for all settings,
+and tested as the page tests them: by the paired t test at 5 %, with Holm's correction and without.
 
-Shape legend: n pairs of a study, N pairs there are, R studies.
+Shape legend: C settings, N pairs there are, n pairs of a study, R studies.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from itertools import cycle
+from bisect import bisect_left
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,75 +36,117 @@ POWER = 0.8  # by custom
 SEED = 20261127
 
 
-def shares(differences: npt.ArrayLike, pairs: int, *, studies: int = STUDIES) -> dict[str, float]:
-    """Return how often studies of so many pairs have each verdict.
+def shares(
+    differences: npt.ArrayLike, pairs: int, *, studies: int = STUDIES
+) -> list[dict[str, float]]:
+    """Return for each setting how often studies of so many pairs have each verdict.
 
     Parameters
     ----------
     differences
-        (N,) results of a setting less those of the baseline, by seed; their mean is the truth.
+        (C, N) results of settings less those of the baseline, by seed; means are the truth.
     pairs
-        n, at most N.
+        n.
     studies
         R.
 
     Returns
     -------
-    dict
-        ``right``: a significant difference of the true sign; ``wrong``: a significant one of the
-        other sign; ``opposite``: a mean of the other sign, significant or not.
+    list of dict
+        ``right``: a significant difference of the true sign; ``corrected``: the same after Holm's
+        correction for C settings; ``wrong``: a significant one of the other sign; ``opposite``: a
+        mean of the other sign, significant or not; ``exaggeration``: the mean of significant
+        differences of the true sign by the truth.
     """
     values = np.asarray(differences, np.float64)
+    truth = values.mean(1)
     random = np.random.default_rng(SEED)
-    order = random.permuted(np.broadcast_to(np.arange(values.size), (studies, values.size)), axis=1)
-    drawn = values[order[:, :pairs]] * np.sign(values.mean())
-    means = drawn.mean(1)
+    drawn = values[:, random.integers(values.shape[1], size=(studies, pairs))]  # (C, R, n)
+    means = drawn.mean(2) * np.sign(truth)[:, None]
     with np.errstate(divide="ignore", invalid="ignore"):  # of equal differences
-        t = means / (drawn.std(1, ddof=1) / np.sqrt(pairs))
-    critical = stats.t.ppf(1 - LEVEL / 2, pairs - 1)
-    right, wrong, opposite = (
-        float(each.mean()) for each in (t > critical, t < -critical, means < 0)
-    )
-    return {"right": right, "wrong": wrong, "opposite": opposite}
+        t = means / (drawn.std(2, ddof=1) / np.sqrt(pairs))
+    p = 2 * stats.t.sf(np.abs(t), pairs - 1)
+    order, count = np.argsort(p, axis=0), len(values)
+    raised = np.take_along_axis(p, order, 0) * np.arange(count, 0, -1)[:, None]
+    adjusted = np.empty_like(p)
+    np.put_along_axis(adjusted, order, np.maximum.accumulate(raised, 0), 0)
+    shown = []
+    for row in range(count):
+        right = (p[row] < LEVEL) & (means[row] > 0)
+        exaggeration = means[row][right].mean() / abs(truth[row]) if right.any() else np.nan
+        each = {
+            "right": right,
+            "corrected": right & (adjusted[row] < LEVEL),
+            "wrong": (p[row] < LEVEL) & (means[row] < 0),
+            "opposite": means[row] < 0,
+            "exaggeration": exaggeration,
+        }
+        shown.append({name: float(np.mean(value)) for name, value in each.items()})
+    return shown
 
 
-def study(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each setting of a ``strategies.json`` that has pairs with the baseline."""
+def needed(effect: float) -> int:
+    """Return the pairs with which the t test has a power of 80 %.
+
+    `effect` is the mean of the differences by their standard deviation; they are taken as normal.
+    """
+
+    def power(pairs: int) -> float:
+        critical, shift = stats.t.ppf(1 - LEVEL / 2, pairs - 1), abs(effect) * np.sqrt(pairs)
+        return float(stats.nct.sf(critical, pairs - 1, shift))
+
+    sizes = range(2, 10_000)
+    return sizes[min(bisect_left(sizes, POWER, key=power), len(sizes) - 1)]
+
+
+def study(document: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the baseline of a ``strategies.json``, and a row for each other setting."""
     baseline, *others = (each for each in document["outcomes"] if each["final"])
-    known = dict(zip(baseline["seeds"], baseline["final"]["values"], strict=True))
+    results = [
+        dict(zip(each["seeds"], each["final"]["values"], strict=True))
+        for each in (baseline, *others)
+    ]
+    seeds = sorted(set.intersection(*map(set, results)))
+    values = np.array([[result[seed] for seed in seeds] for result in results])
+    differences = values[1:] - values[0]
+    by_size = {n: shares(differences, n) for n in SIZES if n <= len(seeds)}
+    random = np.random.default_rng(SEED)
     rows = []
-    for other in others:
-        values = dict(zip(other["seeds"], other["final"]["values"], strict=True))
-        differences = [values[seed] - known[seed] for seed in values if seed in known]
-        sizes = [size for size in SIZES if 2 * size <= len(differences)]
-        by_size = {size: shares(differences, size) for size in sizes}
-        enough = [size for size, share in by_size.items() if share["right"] >= POWER]
-        row = {"setting": other["label"], "baseline": baseline["label"], "pairs": len(differences)}
-        row |= {"mean": float(np.mean(differences)), "sd": float(np.std(differences, ddof=1))}
+    for place, (other, own) in enumerate(zip(others, differences, strict=True)):
+        row = {"setting": other["label"], "baseline": baseline["label"], "pairs": len(seeds)}
+        row |= {"mean": float(own.mean()), "sd": float(own.std(ddof=1))}
         row |= {"final": other["final"], "versus": other["versus"]}
-        rows.append(row | {"enough": min(enough, default=None), "studies": by_size})
-    return rows
+        row["studies"] = {size: each[place] for size, each in by_size.items()}
+        again = own[random.integers(len(own), size=(STUDIES, len(own)))]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            effects = np.abs(again.mean(1) / again.std(1, ddof=1))
+            effect = abs(row["mean"]) / np.float64(row["sd"])
+        low, high = np.percentile(effects, [2.5, 97.5])
+        row["needed"] = [needed(each) for each in (effect, high, low)]
+        rows.append(row)
+    return baseline, rows
 
 
 def plot(rows: list[dict[str, Any]]) -> Figure:
     """Draw the differences and, of those that all pairs show, the power by the number of seeds."""
     figure = plots.new_figure()
     left, right = figure.subplots(1, 2)
-    colours = cycle(plots.SERIES)
+    looks = product(("-", "--"), plots.SERIES)
     for place, row in enumerate(rows):
         versus, shows = row["versus"], row["versus"]["verdict"] in ("higher", "lower")
-        colour = next(colours) if shows else plots.GREY
-        left.plot([versus["low"], versus["high"]], [place] * 2, color=colour, linewidth=1.8)
+        style, colour = next(looks) if shows else ("-", plots.GREY)
+        look = {"color": colour, "linestyle": style, "linewidth": 1.8}
+        left.plot([versus["low"], versus["high"]], [place] * 2, **look)
         left.plot(row["mean"], place, marker="o", markersize=5, color=colour)
         if shows:
             shares = [study["right"] for study in row["studies"].values()]
-            right.plot(list(row["studies"]), shares, marker="o", markersize=4, color=colour)
+            right.plot(list(row["studies"]), shares, marker="o", markersize=4, **look)
     left.axvline(0, color=plots.GREY, linewidth=0.8)
     left.set_yticks(range(len(rows)), [plots.shown(row["setting"], 24) for row in rows])
     left.invert_yaxis()
     plots.dress(left, x="difference of returns, 95 %")
     left.grid(visible=False)
-    plots.dress(right, x="seeds", y="studies that find the difference")
+    plots.dress(right, x="seeds", y="share of studies: right sign, p < 0.05")
     right.axhline(POWER, color=plots.GREY, linewidth=0.8, linestyle=":")
     right.set_ylim(0, 1.03)
     return figure
@@ -112,20 +155,22 @@ def plot(rows: list[dict[str, Any]]) -> Figure:
 def table(baseline: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """Return the table of a page, in Markdown."""
     lines = [
-        "| strategy | return (95 %) | difference (95 %) | p, Holm | seeds for a power of 80 % "
-        "| five seeds: significant | opposite sign | both |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-        f"| {baseline['label']}, the baseline | {_mean(baseline['final'])} | | | | | | |",
+        "| strategy | return (95 %) | difference (95 %) | p, Holm | seeds for power 80 % (95 %) "
+        "| five seeds: significant | after Holm | exaggerated | wrong sign | mean of wrong sign |",
+        f"|---|{'---:|' * 9}",
+        f"| {baseline['label']}, the baseline | {_mean(baseline['final'])} |{' |' * 8}",
     ]
     for row in rows:
         versus, five = row["versus"], row["studies"].get(5)
         shows = versus["verdict"] in ("higher", "lower")
         mean = f"{row['mean']:+,.0f} ({versus['low']:+,.0f} to {versus['high']:+,.0f})"
         cells = [row["setting"], _mean(row["final"]), f"**{mean}**" if shows else mean]
-        cells += [f"{versus['holm_p']:.2g}", *[""] * 4]
+        cells += [f"{versus['holm_p']:.2g}", *[""] * 6]
         if shows and five:
-            shares = (f"{five[key]:.1%}" for key in ("right", "opposite", "wrong"))
-            cells[4:] = [str(row["enough"] or "more"), *shares]
+            few, least, most = row["needed"]
+            cells[4:] = [f"{few} ({least} to {most})", f"{five['right']:.0%}"]
+            cells += [f"{five['corrected']:.0%}", f"x {five['exaggeration']:.1f}"]
+            cells += [f"{five[key]:.1%}" for key in ("wrong", "opposite")]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -140,8 +185,7 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path("seeds"), help="name without its end")
     arguments = parser.parse_args()
     comparison = json.loads((arguments.folder / "strategies.json").read_text())
-    results = study(comparison)
-    baseline = comparison["outcomes"][0]
+    baseline, results = study(comparison)
     document = {key: comparison[key] for key in ("recipe", "machine")}
     document |= {"baseline": baseline, "results": results}
     write_file(arguments.out.with_suffix(".json"), json.dumps(document).encode())

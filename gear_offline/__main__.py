@@ -8,8 +8,6 @@ from importlib import import_module
 from io import FileIO, TextIOWrapper
 from typing import Any
 
-INTERRUPTED_BY_USER = 130  # 128 + SIGINT, as shells count
-
 
 class Messages(FileIO):
     """Standard error. A full disk under it, or a reader that has gone, ends no work."""
@@ -46,7 +44,7 @@ def main() -> int:
         return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return INTERRUPTED_BY_USER
+        return 130  # 128 + SIGINT, as shells count
 
 
 if __name__ == "__main__":

@@ -321,9 +321,8 @@ class GearLoader(Closing, Iterator[Batch]):
         if get_worker_info() is not None:
             raise _one_process("a GearLoader does not run in worker processes of a DataLoader")
         if self.world.size > 1 and _is_dispatched():
-            what = (
-                "accelerate reads the loader of the first rank alone, and that has its share only"
-            )
+            what = "accelerate reads the loader of the first rank alone, "
+            what += "and that has its share only"
             remedy = "iterate over the loader itself; leave it out of accelerator.prepare(...)"
             raise InputError("LOADER_OPTION", what, remedy=remedy)
         return self

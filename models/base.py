@@ -23,12 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from gear_offline.config.problems import nearest, problem_text
-from gear_offline.config.sections import (
-    ModelSettings,
-    OwnModelSettings,
-    inherit,
-    option_names,
-)
+from gear_offline.config.sections import ModelSettings, OwnModelSettings, inherit, option_names
 from gear_offline.core.parts import (
     Kind,
     digest_of,
@@ -40,11 +35,10 @@ from gear_offline.core.parts import (
 )
 from gear_offline.errors import GearError, InputError, is_out_of_memory
 from gear_offline.models.eight_bit import MULTIPLE, EightBitLinear
-from gear_offline.models.encoders import InputColumn
+from gear_offline.models.encoders import InputColumn, Size
 from gear_offline.models.loss import Padding, TrainingBatch, mean_loss, step_losses
 from gear_offline.tables.fields import Scales
 
-Size = Annotated[int, Field(ge=1, le=1 << 31)]
 Shape = Annotated[tuple[Size, ...], Field(strict=False, min_length=2, max_length=3)] | tuple[()]
 
 COMPILERS = ("torch._dynamo", "torch._inductor")  # where errors of torch.compile are

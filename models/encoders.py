@@ -29,7 +29,7 @@ NATURE_LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 NATURE_SIDE = 36  # the smallest frame that they leave a position of
 PATCH_CHANNELS = 128
 LARGEST_PATCH = 16
-Side = Annotated[int, Field(ge=1, le=1 << 31)]
+Size = Annotated[int, Field(ge=1, le=1 << 31)]
 
 
 class InputColumn(BaseModel):
@@ -37,7 +37,7 @@ class InputColumn(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
     name: str
-    shape: Annotated[tuple[Side, ...], Field(min_length=1, max_length=8, strict=False)]  # of a step
+    shape: Annotated[tuple[Size, ...], Field(min_length=1, max_length=8, strict=False)]  # of a step
     frames: Literal["uint8", "float32"] | None = None  # their type; None: a vector
     stack: Annotated[int, Field(ge=1, le=64)] = 1  # frames that make up a state
     encoder: Literal["none", "cnn", "patch"] = "none"

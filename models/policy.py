@@ -264,10 +264,9 @@ class Policy:
         """
         if self.device.type == "cuda" and self.captures and self._graph is None:
             self._grow(max(0, environments - self.environments))
-            remedy = (
-                "act without waiting for the GPU, as .item() does, train with train.graph=off, "
-            )
-            remedy += "or play on the CPU: evaluate.device=cpu, evaluate --device cpu"
+            remedy = "act without waiting for the GPU, as .item() does, train with "
+            remedy += "train.graph=off, or play on the CPU: evaluate.device=cpu, "
+            remedy += "evaluate --device cpu"
             with telling_model(self.model, "capturing act() as a CUDA graph", remedy):
                 self._graph = _Graph(self)
 

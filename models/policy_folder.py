@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
-from gear_offline.config.sections import EnvironmentOptions, GoalSettings
+from gear_offline.config.sections import EnvironmentOptions, Fraction, GoalSettings
 from gear_offline.core.files import new_directory, read_regular, write_file
 from gear_offline.core.hub import card
 from gear_offline.core.parts import is_part, trust
@@ -28,7 +28,7 @@ from gear_offline.core.text import LEAST, first_line, interval_text, printable, 
 from gear_offline.errors import InputError, is_out_of_memory
 from gear_offline.models.base import MODELS, ModelTask, SequenceModel, remade
 from gear_offline.models.decision_transformer import DecisionTransformer, DecisionTransformerConfig
-from gear_offline.models.encoders import InputColumn
+from gear_offline.models.encoders import InputColumn, Size
 from gear_offline.models.tensor_file import FileFacts, file_facts, write_tensors
 from gear_offline.tables.fields import Window
 
@@ -38,8 +38,6 @@ PLACE = "THIS FOLDER"  # in a card, until it is on the Hub
 TAGS = ("reinforcement-learning", "offline-reinforcement-learning", "decision-transformer")
 
 Numbers = tuple[float, ...]
-Size = Annotated[int, Field(ge=1, le=1 << 31)]
-Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Activation = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,40}$")]  # torch modules of transformers
 Text = Annotated[str, AfterValidator(printable)]  # others wrote it: nothing that steers a terminal
 
@@ -118,11 +116,11 @@ class ModelConfig(BaseModel):
     vocab_size: Size = 1
     activation_function: Activation = "relu"
     action_tanh: bool = True
-    resid_pdrop: Share = 0.1
-    embd_pdrop: Share = 0.1
-    attn_pdrop: Share = 0.1
-    layer_norm_epsilon: Share = 1e-5
-    initializer_range: Share = 0.02
+    resid_pdrop: Fraction = 0.1
+    embd_pdrop: Fraction = 0.1
+    attn_pdrop: Fraction = 0.1
+    layer_norm_epsilon: Fraction = 1e-5
+    initializer_range: Fraction = 0.02
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
     reorder_and_upcast_attn: bool = False

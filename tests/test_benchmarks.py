@@ -157,9 +157,13 @@ def test_smaller_studies_have_the_power_of_the_noncentral_t(effect: float) -> No
     pairs, edge = 10, stats.t.ppf(0.975, 9)
     power = 1 - stats.nct.cdf(edge, 9, effect * np.sqrt(pairs)) if effect else 0.025
     opposite = stats.norm.cdf(-effect * np.sqrt(pairs))
-    found = many_seeds.shares(
-        -values, pairs, studies=2_000
-    )  # the sign of the truth does not matter
+    # the sign of the truth does not matter; a setting twice has twice Holm's p
+    found, _ = many_seeds.shares([-values, -values], pairs, studies=2_000)
+    strict = stats.t.ppf(1 - 0.025 / 2, 9)
+    corrected = stats.nct.sf(strict, 9, effect * np.sqrt(pairs)) if effect else 0.0125
+    assert found["corrected"] == pytest.approx(corrected, abs=0.03)
+    if effect:
+        assert many_seeds.needed(effect) == 15  # 0.82; with 14 it is 0.79
     assert found["right"] == pytest.approx(power, abs=0.03)
     assert found["opposite"] == pytest.approx(opposite, abs=0.03) and found["wrong"] < 0.04
 
@@ -172,12 +176,15 @@ def test_pairs_of_a_study_are_of_one_seed() -> None:
 
     seeds = list(range(10))
     base = outcome("a", seeds, [10.0 * seed for seed in seeds])
-    better = outcome("b", seeds[::-1], [10.0 * seed + 1 for seed in seeds[::-1]])
-    (row,) = many_seeds.study({"outcomes": [base, better, {"label": "c", "final": None}]})
-    assert (row["mean"], row["sd"], row["pairs"]) == (1.0, 0.0, 10)
-    assert row["enough"] == 3 and row["studies"][5]["opposite"] == 0.0
+    better = outcome("b", seeds[::-1], [10.0 * s + 1 + s / 100 for s in seeds[::-1]])
+    none = {"label": "c", "final": None}
+    baseline, (row,) = many_seeds.study({"outcomes": [base, better, none]})
+    assert baseline == base and row["pairs"] == 10
+    assert (row["mean"], row["sd"]) == (pytest.approx(1.045), pytest.approx(0.0303, abs=1e-4))
+    assert row["needed"] == [2, 2, 2] and row["studies"][5]["opposite"] == 0.0
     many_seeds.plot([row])
-    line = "| b | 45 ± 22 | **+1 (+1 to +1)** | 0.01 | 3 | 100.0% | 0.0% | 0.0% |"
+    line = "| b | 45 ± 22 | **+1 (+1 to +1)** | 0.01 "
+    line += "| 2 (2 to 2) | 100% | 100% | x 1.0 | 0.0% | 0.0% |"
     assert many_seeds.table(base, [row]).splitlines()[-1] == line
 
 

@@ -17,13 +17,7 @@ from gear_offline.core.parts import admit, part_name, trust
 from gear_offline.core.text import Document, count_text, say
 from gear_offline.core.types import Array
 from gear_offline.errors import InputError, given_path, json_options
-from gear_offline.evaluation.environments import (
-    Known,
-    known_of,
-    probe,
-    say_left_out,
-    say_version,
-)
+from gear_offline.evaluation.environments import Known, known_of, probe, say_left_out, say_version
 from gear_offline.models.policy import Policy
 from gear_offline.progress import Progress
 from gear_offline.training.checkpoint import (

@@ -14,13 +14,7 @@ from typing import Any, Self
 
 from pydantic import ValidationError, model_validator
 
-from gear_offline.config.files import (
-    Overrides,
-    apply_overrides,
-    find_recipe,
-    is_of_run,
-    with_bases,
-)
+from gear_offline.config.files import Overrides, apply_overrides, find_recipe, is_of_run, with_bases
 from gear_offline.config.problems import option_text
 from gear_offline.config.sections import (
     DataSettings,

@@ -43,11 +43,9 @@ class StopRequest(Closing):
         self._before.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.signal_name is not None:
-            if number == signal.SIGHUP:
-                return
+        if self.signal_name is not None and number != signal.SIGHUP:
             raise KeyboardInterrupt
-        self.signal_name = signal.Signals(number).name
+        self.signal_name = self.signal_name or signal.Signals(number).name
         if self._abortable:
             raise Aborted
 

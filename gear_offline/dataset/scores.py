@@ -15,16 +15,14 @@ import re
 from collections.abc import Iterable, Iterator
 from importlib import resources
 from pathlib import PurePosixPath
-from typing import Annotated
 
 import numpy as np
-from pydantic import Field, FiniteFloat
+from pydantic import FiniteFloat
 
 from gear_offline.core.types import Float64Array
 from gear_offline.dataset.statistics import Model
 from gear_offline.errors import InputError
 
-Number = Annotated[float, Field(allow_inf_nan=False)]
 TOLERANCE = 1e-6  # of the largest reward: float32 rounding
 _ENGINE_NOTE = "D4RL's simulator was another (mujoco-py, v2), so the score is indicative only"
 _WALKER_NOTE = f"{_ENGINE_NOTE}; Walker2d-v5 moreover changed a foot's friction (1.9, not 0.9)"
@@ -162,10 +160,10 @@ class RewardEdit(Model):
     It need not hold at an episode's last step, after which nothing is asked.
     """
 
-    scale: Number = 1.0
-    shift: Number = 0.0
-    low: Number | None = None
-    high: Number | None = None
+    scale: FiniteFloat = 1.0
+    shift: FiniteFloat = 0.0
+    low: FiniteFloat | None = None
+    high: FiniteFloat | None = None
 
     def apply(self, rewards: Float64Array) -> Float64Array:
         """Edit (n,) rewards of the environment."""

@@ -90,9 +90,8 @@ class World:
     def rank_batch(self, global_batch: int) -> int:
         """Return B, this rank's segments of a global batch."""
         if global_batch % self.size:
-            what = (
-                f"a batch of {global_batch} segments cannot be shared equally by {self.size} ranks"
-            )
+            what = f"a batch of {global_batch} segments cannot be shared equally by "
+            what += f"{self.size} ranks"
             remedy = f"use a multiple of {self.size}; it is the size of the global batch"
             raise InputError("LOADER_OPTION", what, "loader.batch_size", remedy)
         return global_batch // self.size

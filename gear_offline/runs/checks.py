@@ -8,12 +8,7 @@ from importlib.util import find_spec
 from gear_offline.collect.policies import quality_parts
 from gear_offline.config.problems import nearest
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.sections import (
-    CollectSettings,
-    ModelSettings,
-    OwnModelSettings,
-    inherit,
-)
+from gear_offline.config.sections import CollectSettings, ModelSettings, OwnModelSettings, inherit
 from gear_offline.core.parts import Kind, find_part, has_word, part_module
 from gear_offline.core.text import say
 from gear_offline.dataset.scores import dataset_names, reference_scores

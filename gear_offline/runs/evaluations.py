@@ -29,7 +29,7 @@ from gear_offline.core.parts import is_elsewhere
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text, finite
 from gear_offline.distributed.world import World
-from gear_offline.errors import GearError
+from gear_offline.errors import GearError, UnavailableError
 from gear_offline.evaluation.environments import known_of
 from gear_offline.evaluation.play import (
     Evaluation,
@@ -98,9 +98,12 @@ def plan_evaluations(
         wanted = spare > 0 and not at_the_end and not too_large
     can = all(known_of(task.environment, task.environment_options) for task in tasks)
     can &= is_elsewhere(recipe.model.kind)
+    if settings.background == "on" and tasks and not can:
+        what = "evaluate.background=on is not possible: the environment or model is this process's"
+        remedy = "name it so that others can make it: FILE.py:Name or module:Name; or use auto"
+        raise UnavailableError("UNAVAILABLE", what, remedy=remedy)
     if not (wanted and can and tasks):
-        threads = torch.get_num_threads()
-        return EvaluationPlan(workers=0, threads=threads, device=where, cores=None)
+        return EvaluationPlan(workers=0, threads=torch.get_num_threads(), device=where, cores=None)
     if where.type == "cuda":
         cores = max(2, spare - 1)
         return EvaluationPlan(workers=1, threads=1, device=where, cores=cores, thread=True)

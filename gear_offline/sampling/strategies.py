@@ -328,10 +328,8 @@ def finite_returns(facts: Facts) -> Float64Array:
     returns = np.asarray(facts.need("returns"), dtype=np.float64)
     if returns.shape != (facts.episodes.episodes,) or not np.isfinite(returns).all():
         what = f"returns of {facts.episodes.episodes} episodes are needed, and all must be finite"
-        remedy = (
-            "look for NaN or infinite rewards with `gear-offline inspect`; data without rewards "
-        )
-        remedy += "have no returns: use selection.strategy=uniform_steps"
+        remedy = "look for NaN or infinite rewards with `gear-offline inspect`; data without "
+        remedy += "rewards have no returns: use selection.strategy=uniform_steps"
         raise InputError("SELECTION", what, remedy=remedy)
     return returns
 

@@ -26,13 +26,7 @@ from gear_offline.loaders.options import recipe_sampler
 from gear_offline.loaders.rows import MemoryRows
 from gear_offline.runs.directory import RunDirectory
 from gear_offline.runs.evaluations import Evaluator, Shared
-from gear_offline.runs.loop import (
-    LiveRun,
-    RunGroup,
-    TrainingInterrupted,
-    begin_run,
-    run_settings,
-)
+from gear_offline.runs.loop import LiveRun, RunGroup, TrainingInterrupted, begin_run, run_settings
 from gear_offline.runs.prepare import resolve, settle
 from gear_offline.runs.run import Run
 from gear_offline.sweep.jobs import Work, run_errors

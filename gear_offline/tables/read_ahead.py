@@ -70,11 +70,6 @@ class ReadPlan:
         self._base = self._end = 0  # the next reference that will be used; the end of those known
         self._size, self._drawing = taken, False  # of the next block
 
-    @property
-    def base_step(self) -> int:
-        """The next step that will be used."""
-        return self._base // self._batch
-
     def move(self, step: int) -> None:
         """Make `step` the next one and release the windows before it."""
         base = step * self._batch
@@ -197,8 +192,7 @@ class ReadAhead:
             for thread in self._threads:
                 if thread.ident is None:  # an interruption may have left some to be started
                     thread.start()
-            if self._plan.base_step != first_step:
-                self._plan.move(first_step)
+            self._plan.move(first_step)
             self._changed.notify()
             while (ready := self._plan.ready_windows(first_step, steps)) is None:
                 self._arrived.wait()

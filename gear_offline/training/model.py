@@ -205,11 +205,10 @@ def try_model(
         wrong = [x for x in values if not isinstance(x, Tensor) or x.shape != shape]
         if wrong or not values or not isinstance(losses, dict):
             found = [tuple(getattr(x, "shape", ())) or type(x).__name__ for x in wrong or values]
-            what = (
-                f"losses() gave {type(losses).__name__} of {found}, not a dict of tensors (B, K), "
-            )
+            what = f"losses() gave {type(losses).__name__} of {found}, not a dict of tensors "
+            what += f"(B, K), here {shape}"
             remedy = 'return {"action": ((predicted - batch.actions) ** 2).mean(-1)}'
-            raise InputError("MODEL", f"{what}here {shape}", name, remedy)
+            raise InputError("MODEL", what, name, remedy)
         total: Any = total_loss(losses).sum()
         if not total.requires_grad:
             what = "no loss reaches a parameter that learns"
