@@ -307,5 +307,5 @@ def test_when_evaluations_run_in_the_background(data: Path, monkeypatch: Patch) 
     gymnasium.registry.pop(ENVIRONMENT)
     gymnasium.register(ENVIRONMENT, lambda **_: None)  # type: ignore[arg-type]
     assert planned(CPU)[0] == 0, "known to this process only"
-    with one_error("UNAVAILABLE", "evaluate.background=on is not possible"):
+    with one_error("UNAVAILABLE", "only this process can play it .evaluate.background=on"):
         planned(CPU, "evaluate.background=on")

@@ -259,6 +259,28 @@ def torch_settings() -> list[object]:
     ]
 
 
+@contextmanager
+def float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, float64])
+def test_a_caller_s_torch_changes_no_weights(
+    around: Any, whole: Path, data: Path, tmp_path: Path
+) -> None:
+    with around():
+        run = train_run(tiny_recipe(data), out=tmp_path / "run", quiet=True)
+        assert torch.get_default_dtype() == (torch.float64 if around is float64 else torch.float32)
+    assert learnt(run) == learnt(whole)
+    recipe = tiny_recipe(data)
+    with one_error("USAGE", "torch.autocast is on"), torch.autocast("cpu"):
+        train_run(recipe, out=tmp_path / "other", quiet=True)
+
+
 def test_torch_is_set_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     torch.set_float32_matmul_precision("high")

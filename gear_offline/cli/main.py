@@ -1,10 +1,9 @@
 """The command line: parsing only; each command calls one function of the package.
 
 Results go to stdout, progress and messages to stderr.  Exit code 0 means done, 2 wrong usage or
-bad input, 130 stopped by the user, 1 anything else, also a run of which every evaluation failed.
-An error is one line,
-``error[CODE]: what (where); remedy``.  A recipe is read before anything that loads torch, so that
-a typo is answered at once.
+bad input, 130 stopped by the user, 1 anything else, also where every evaluation of a run failed.
+An error is one line, ``error[CODE]: what (where); remedy``.  A recipe is read before anything that
+loads torch, so that a typo is answered at once.
 """
 
 from __future__ import annotations

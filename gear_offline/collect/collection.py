@@ -157,9 +157,8 @@ def collect(
         ("seed", seed, 0),
         ("gate", gate, -math.inf),
     ):
-        kind = int | np.integer if name == "seed" else int | float | np.number
-        is_number = isinstance(number, kind)
-        if number is not None and not (is_number and least <= number < 1 << 63):
+        fits = isinstance(number, int | np.integer if name == "seed" else int | float | np.number)
+        if number is not None and not (fits and least <= number < 1 << 63):
             need = f"need a number, {least} <= {name} < 2^63"
             raise InputError("USAGE", f"got {number!r}, {need}", where=name)
     of_library = ":" in policy

@@ -19,9 +19,8 @@ class Aborted(BaseException):
 class StopRequest(Closing):
     """While entered, SIGINT, SIGTERM and SIGHUP set `signal_name` instead of ending the process.
 
-    A second signal raises `KeyboardInterrupt` at once; but SIGHUP, which a shell and its terminal
-    both send, does not, and stays ignored where `nohup` began the process.  Off the main thread,
-    where Python lets nobody handle signals, nothing changes.
+    A second signal, but SIGHUP, which shells and terminals repeat, raises `KeyboardInterrupt`.
+    SIGHUP stays ignored under `nohup`, and all is as it was off the main thread.
     """
 
     def __init__(self) -> None:

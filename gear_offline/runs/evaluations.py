@@ -99,9 +99,8 @@ def plan_evaluations(
     can = all(known_of(task.environment, task.environment_options) for task in tasks)
     can &= is_elsewhere(recipe.model.kind)
     if settings.background == "on" and tasks and not can:
-        what = "evaluate.background=on is not possible: the environment or model is this process's"
-        remedy = "name it so that others can make it: FILE.py:Name or module:Name; or use auto"
-        raise UnavailableError("UNAVAILABLE", what, remedy=remedy)
+        what, remedy = "only this process can play it", "name FILE.py:Name, or use auto"
+        raise UnavailableError("UNAVAILABLE", what, "evaluate.background=on", remedy)
     if not (wanted and can and tasks):
         return EvaluationPlan(workers=0, threads=torch.get_num_threads(), device=where, cores=None)
     if where.type == "cuda":

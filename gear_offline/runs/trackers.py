@@ -76,8 +76,7 @@ class TensorBoard:
             self.told[kind] = max([self.told.get(kind, 0), *steps])
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         newest = max((file.name for file in folder.glob("*.tfevents.*")), default="")
-        # read in the order of names, also where the clock has gone back meanwhile
-        self._file = AppendedFile(folder / max(name, f"{newest}.1"))
+        self._file = AppendedFile(folder / max(name, f"{newest}.1"))  # clocks may go back
         self._records = RecordWriter(self._file)
         # The start of a session hides the events of the steps that are about to be repeated.
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)

@@ -17,20 +17,26 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gear_offline.distributed.world import World
+from gear_offline.errors import InputError
 
 CUBLAS_WORKSPACE = ":4096:8"  # buffers of cuBLAS that let it keep one order of sums
 
 
 @contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
-    """Let torch use `count` CPU threads inside, the caller's number afterwards; None: no change."""
-    before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
+    """Let torch use `count` CPU threads (None: no change), float32 and gradients, only inside."""
+    before, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        what, remedy = "torch.autocast is on", "leave it before this call; see train.precision"
+        raise InputError("USAGE", what, remedy=remedy)
+    torch.set_num_threads(count or before)
+    torch.set_default_dtype(torch.float32)
     try:
-        yield
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
     finally:
         torch.set_num_threads(before)
+        torch.set_default_dtype(dtype)
 
 
 @contextmanager
