@@ -319,12 +319,12 @@ def test_a_flag_or_rewards_that_are_no_numbers_are_not_left_out_silently(
 
 
 @pytest.mark.parametrize("writer", [hdf5, npz])
-def test_a_flag_of_another_name_is_none(tmp_path: Path, writer: Callable[..., Path]) -> None:
-    goals = EPISODE % 2 > 0  # as antmaze's: true on many rows of an episode
-    path = writer(tmp_path, STEPS | {"terminals": goals, "timeouts": EITHER})
-    dataset = converted(path, tmp_path / "d", rename={"terminals": "at_goal"})
-    assert dataset.episodes.lengths.tolist() == [*LENGTHS] and not dataset.terminated.any()
-    assert np.array_equal(dataset.read("at_goal", 0, N), goals)
+def test_a_flag_stays_one_under_another_name(tmp_path: Path, writer: Callable[..., Path]) -> None:
+    path, names = writer(tmp_path, STEPS | PLAIN), {"terminals": "at_goal"}
+    for rule, lengths in ((None, [*LENGTHS]), ("timeouts", [12, 12])):
+        dataset = converted(path, tmp_path / "d", rename=names, rule=rule, overwrite=True)
+        assert dataset.episodes.lengths.tolist() == lengths
+        assert np.array_equal(dataset.read("at_goal", 0, N), TERMINAL)
 
 
 def test_last_rows_are_no_starts(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def chosen_flags(columns: Collection[str], names: Mapping[str, str]) -> dict[str
     """
     later = "next/" if any(f"next/{flag}" in columns for flag in FLAGS) else ""
     flags = {new: old for new, old in names.items() if new in FLAGS and old in columns}
-    taken = {*names.values()}  # what the user calls otherwise is none
+    taken = set(flags.values())
     for kind in (TERMINAL_FLAGS, TIME_FLAGS):
         if not flags.keys() & {*kind}:
             stored = {flag: later + flag for flag in kind}

@@ -74,13 +74,13 @@ def flat_source(
     """Return a source of columns which a rule, or else the flags among them, cut into episodes.
 
     Columns are arrays, or have their ``shape``, ``dtype`` and ``read(start, stop)``; `others` have
-    fewer rows, and may tell where episodes start.  One that is to be named as a flag is one.
+    fewer rows, and may tell where episodes start.  A flag stays one under another name.
     """
     piece, names = Piece.of(columns), names or {}
     flags = chosen_flags(columns, names)
-    table = {n: rows for n, rows in columns.items() if n not in {*FLAGS} & {*names.values()}}
+    table = {name: rows for name, rows in columns.items() if name not in flags.values()}
     table |= {new: columns[old] for new, old in {**names, **flags}.items() if old in columns}
-    table |= others or {}
+    table = {**columns, **table, **(others or {})}
     left_out = facts.get("left_out", {})
     for mark in MARK.finditer(rule or ""):
         if mark[2] in left_out and mark[2] not in table:
