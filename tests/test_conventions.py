@@ -297,11 +297,34 @@ def test_rows_of_mixed_episodes_are_told(tmp_path: Path) -> None:
 
 
 def test_columns_that_only_resemble_steps_say_nothing(tmp_path: Path) -> None:
-    for name, rows in {"t": FIRST * 0, "step": np.arange(N), "timestep": STEP * 0.1}.items():
+    for name, rows in {"t": FIRST * 0, "step": np.arange(N), "demo": STEP % 2}.items():
         manifest = go.convert(
             npz(tmp_path, STEPS | PLAIN | {name: rows}), tmp_path / name, quiet=True
         )
         assert not manifest.source.warnings and manifest.episodes == 4
+
+
+@pytest.mark.parametrize("writer", [hdf5, npz])
+def test_a_flag_or_rewards_that_are_no_numbers_are_not_left_out_silently(
+    tmp_path: Path, writer: Callable[..., Path]
+) -> None:
+    for name in ("terminals", "rewards"):
+        texts = np.array([b"False"] * N)
+        path = writer(tmp_path, STEPS | PLAIN | {name: texts})
+        with one_error("COLUMN", f"no dataset '{name}': it is") as caught:
+            go.convert(path, tmp_path / "d", quiet=True)
+        assert "--rule none" in caught.value.remedy
+        dataset = converted(path, tmp_path / "d", rule="timeouts", overwrite=True)
+        assert name not in dataset.spec and len(dataset) == LIMIT.sum()
+
+
+@pytest.mark.parametrize("writer", [hdf5, npz])
+def test_a_flag_of_another_name_is_none(tmp_path: Path, writer: Callable[..., Path]) -> None:
+    goals = EPISODE % 2 > 0  # as antmaze's: true on many rows of an episode
+    path = writer(tmp_path, STEPS | {"terminals": goals, "timeouts": EITHER})
+    dataset = converted(path, tmp_path / "d", rename={"terminals": "at_goal"})
+    assert dataset.episodes.lengths.tolist() == [*LENGTHS] and not dataset.terminated.any()
+    assert np.array_equal(dataset.read("at_goal", 0, N), goals)
 
 
 def test_last_rows_are_no_starts(tmp_path: Path) -> None:

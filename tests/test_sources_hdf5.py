@@ -65,6 +65,7 @@ def test_any_dtype_width_and_storage_has_exact_bytes(
     user_block: int | None, compressible: bool, data: st.DataObject,
 ) -> None:  # fmt: skip
     high = 2 if dtype == "?" else 3 if compressible else 120
+    shape = shape[:2] if dtype == "u1" else shape  # no frames, which are turned
     rows = np.random.default_rng(len(shape)).integers(0, high, size=(STEPS, *shape)).astype(dtype)
     path = tmp_path / "x.hdf5"
     with h5py.File(path, "w", userblock_size=user_block) as file:

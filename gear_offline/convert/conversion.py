@@ -226,8 +226,7 @@ def convert(
             source.info = source.info.with_facts(options=chosen)
         kept_columns = _pick_columns(source, columns, discrete)
         _refuse_encoded(source, kept_columns)
-        if source.info.format != "gear":
-            source.warn(*_rows_look_wrong(whole, kept is None or kept[-1] != 0))
+        source.warn(*_rows_look_wrong(whole, kept is None or kept[-1] != 0))
         info = source.info if columns is None else _of_kept(source.info, kept_columns, names)
         source.info = info
         replaceable = is_only_dataset if overwrite else lambda path: False

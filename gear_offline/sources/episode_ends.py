@@ -112,7 +112,7 @@ def chosen_flags(columns: Collection[str], names: Mapping[str, str]) -> dict[str
     """
     later = "next/" if any(f"next/{flag}" in columns for flag in FLAGS) else ""
     flags = {new: old for new, old in names.items() if new in FLAGS and old in columns}
-    taken = set(flags.values())
+    taken = {*names.values()}  # what the user calls otherwise is none
     for kind in (TERMINAL_FLAGS, TIME_FLAGS):
         if not flags.keys() & {*kind}:
             stored = {flag: later + flag for flag in kind}
@@ -355,7 +355,7 @@ def _untold(table: Mapping[str, Any], rows: int) -> dict[str, tuple[Int64Array, 
         try:
             marks[mark[0]] = _last_rows(mark, column, rows, ""), ""
         except InputError:  # of floats it is another column, of a usual name
-            if mark[1] == "ids" and column.dtype.kind in "iu":  # rows of episodes are mixed
+            if mark[1] == "ids" and column.dtype.kind in "iu" and not mark[2].endswith("demo"):
                 marks[mark[0]] = np.append(runs(_blocks(column))[0][1:], rows) - 1, MIXED
     return marks
 

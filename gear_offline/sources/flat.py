@@ -20,6 +20,7 @@ from gear_offline.sources.hdf5 import Hdf5File
 from gear_offline.sources.input_files import misfit
 
 REQUIRED = ("observations", "actions")
+UNREAD = "store it as numbers, or leave it out: any --rule does, such as --rule none"
 OPTIONAL = ("rewards", "next_observations", *FLAGS)
 
 
@@ -73,14 +74,13 @@ def flat_source(
     """Return a source of columns which a rule, or else the flags among them, cut into episodes.
 
     Columns are arrays, or have their ``shape``, ``dtype`` and ``read(start, stop)``; `others` have
-    fewer rows, and may tell where episodes start.  One that is to be named as a flag is one
-    already; one that gives its name up stays one.
+    fewer rows, and may tell where episodes start.  One that is to be named as a flag is one.
     """
     piece, names = Piece.of(columns), names or {}
     flags = chosen_flags(columns, names)
-    table = {name: rows for name, rows in columns.items() if name not in flags.values()}
+    table = {n: rows for n, rows in columns.items() if n not in {*FLAGS} & {*names.values()}}
     table |= {new: columns[old] for new, old in {**names, **flags}.items() if old in columns}
-    table = {**columns, **table, **(others or {})}
+    table |= others or {}
     left_out = facts.get("left_out", {})
     for mark in MARK.finditer(rule or ""):
         if mark[2] in left_out and mark[2] not in table:
@@ -123,15 +123,16 @@ def find_columns(
         # of Dict observations the leaves
         parts = split_names(names.get(column, column))
         leaves = [n for p in parts for n in rows if n == p or n.startswith(f"{p}/")]
-        if not leaves and column in required and not (asked.partial and rows):
-            why = [f": it is {left_out[part]}" for part in parts if part in left_out]
+        why = [f": it is {left_out[part]}" for part in parts if part in left_out]
+        lost = why and not asked.rule and column not in required and arrays[parts[0]].shape
+        if not leaves and (lost or (column in required and not (asked.partial and rows))):
             taken = [new for new, old in names.items() if column in split_names(old)]
             why += [f": it is renamed to {new}" for new in taken]
             what = f"no dataset {names.get(column, column)!r}{''.join(why)}"
             remedy = f"needed: {', '.join(required)}; found: {some_names(arrays)}; other "
             remedy += f"names: --rename NAME={column}; several: name them by "
             remedy += "--columns, docs/how-to/cameras.md; other layouts: docs/how-to/convert.md"
-            raise InputError("COLUMN", what, where, remedy)
+            raise InputError("COLUMN", what, where, UNREAD if lost else remedy)
         chosen += [name for name in leaves if name not in chosen]
     chosen = chosen or [*rows][:1]
     count = rows[chosen[0]]
