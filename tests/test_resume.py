@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -244,8 +245,13 @@ def test_another_dataset_is_not_resumed_with(data: Path, tmp_path: Path) -> None
     run = stopped(4, link, tmp_path, "evaluate.targets=[1.0]")
     link.unlink()
     link.symlink_to(other)
-    with one_error("LOADER_STATE"):
+    with one_error("LOADER_STATE", "the run began with other data"):
         train_run(tiny_recipe(link, "evaluate.targets=[1.0]"), out=run, resume=True, quiet=True)
+    options = {"evaluate.targets": [1.0], "evaluate.background": "off", "train.steps": 2}
+    sweep = partial(go.sweep, seeds=1, out=tmp_path / "sweep", quiet=True)
+    assert sweep(tiny_recipe(data).replace(options)).is_complete
+    with one_error("LOADER_STATE", "the run began with other data"):
+        sweep(tiny_recipe(other).replace(options))
 
 
 def torch_settings() -> list[object]:

@@ -294,9 +294,11 @@ def train(
     trained = go.train(**locals())
     if is_first_process():  # torchrun starts several of us
         show(trained.path)
-        if trained.failure:
+        from gear_offline.training.records import failure_of, read_evaluations
+
+        if failure := failure_of(read_evaluations(trained.path)):
             remedy = f"mend that; `gear-offline train {typed(trained.path)} --resume` plays again"
-            raise GearError("EVALUATION", trained.failure, str(trained.path), remedy)
+            raise GearError("EVALUATION", failure, str(trained.path), remedy)
 
 
 @command(

@@ -19,6 +19,7 @@ from gear_offline.core.files import LOCK, HeldDirectory, unusable, write_file
 from gear_offline.core.hub import is_there
 from gear_offline.core.parts import is_same
 from gear_offline.errors import InputError, given_path
+from gear_offline.tables.joint import TableData, data_digest
 from gear_offline.training.checkpoint import (
     SavedState,
     find_checkpoint,
@@ -138,25 +139,28 @@ def going_on(recipe: Recipe, before: Recipe) -> Recipe:
 
 
 def check_resumed(
-    path: Path, recipe: Recipe, start: Path | None = None, *, is_resolved: bool = True
+    path: Path, recipe: Recipe, start: Path | None = None, dataset: TableData | None = None
 ) -> None:
-    """Refuse to go on with a run whose recipe would have made another run, or has fewer steps.
+    """Refuse to go on with a run whose recipe or data are another run's, or has fewer steps.
 
     A run without a checkpoint is not refused.  What goes on is `start`, a checkpoint of any run, or
-    by default the run at `path`.  A recipe that is not resolved yet leaves options to the data.
+    by default the run at `path`.  Without a `dataset` the recipe leaves options to the data.
     """
     if (known := recipe_before(path, start)) is None:
         return
     (before, state), recipe = known, going_on(recipe, known[0])
-    done = state.step
-    for key, was, now in _differences(before, recipe, done, is_resolved=is_resolved):
+    for key, was, now in _differences(before, recipe, state.step, is_resolved=dataset is not None):
         free = "it may change with optimizer.schedule=constant; " if key == "train.steps" else ""
         remedy = f"{free}undo that (here, or in {path / 'recipe.yaml'} if it was edited), or train "
         remedy += "into another directory"
         what = f"{key} was {was!r} when the run began and is {now!r} now"
         raise InputError("RUN_MISMATCH", what, str(path), remedy)
-    if done > (steps := recipe.train.steps):
-        what = f"train.steps is {steps}, but {done} steps are done"
+    grows = recipe.data.admit_every is not None
+    if dataset is not None and not grows and state.loader.get("dataset") != data_digest(dataset):
+        what, remedy = "the run began with other data", "train into another directory"
+        raise InputError("LOADER_STATE", what, str(path), remedy)
+    if state.step > (steps := recipe.train.steps):
+        what = f"train.steps is {steps}, but {state.step} steps are done"
         remedy = "ask for at least as many steps, or train into another directory"
         raise InputError("RUN_MISMATCH", what, where=str(path), remedy=remedy)
 

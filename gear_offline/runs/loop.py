@@ -69,7 +69,7 @@ def train_run(
         # what can be refused before the data are read, or made
         check_micro_batches(world.rank_batch(recipe.loader.batch_size), recipe.train.accumulate)
         directory = world.lead(lambda: held.enter_context(RunDirectory(path, resume=resume)))
-        world.lead(lambda: check_resumed(path, recipe, start, is_resolved=False))
+        world.lead(lambda: check_resumed(path, recipe, start))
         settled = world.lead(lambda: settle(recipe, path, device, start=start).to_dict())
         recipe = Recipe.parse(world.gather(settled)[0])
         held.enter_context(torch_alone(recipe.name, quiet=quiet))
@@ -125,7 +125,7 @@ def begin_run(
     """
     world = world or World()
     recipe, sizes = resolve(recipe, dataset, quiet=quiet)  # it says everything in numbers
-    world.lead(lambda: check_resumed(run.path, recipe, start))
+    world.lead(lambda: check_resumed(run.path, recipe, start, dataset))
     with ExitStack() as held:
         growing = open_growing(recipe, sizes, dataset, world=world, quiet=quiet)
         if growing is not None:

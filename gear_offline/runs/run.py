@@ -22,7 +22,7 @@ from gear_offline.errors import InputError, given_path
 from gear_offline.progress import Printed, Terminal, print_table
 from gear_offline.training.checkpoint import list_checkpoints, no_run
 from gear_offline.training.json_lines import last_record, read_records
-from gear_offline.training.records import EvaluationReport, failure_of, read_evaluations, score_text
+from gear_offline.training.records import EvaluationReport, read_evaluations, score_text
 
 if TYPE_CHECKING:  # it loads torch
     from gear_offline.models.policy import Policy
@@ -108,11 +108,6 @@ class Run(os.PathLike[str]):
     def last(self) -> EvaluationReport | None:
         """The newest evaluation that did not fail; None before any."""
         return next(reversed(self.played()), None)
-
-    @property
-    def failure(self) -> str | None:
-        """The newest error of its evaluations if every one failed."""
-        return failure_of(read_evaluations(self.path))
 
     def played(self) -> list[EvaluationReport]:
         """Return the evaluations that did not fail, in the order of steps."""

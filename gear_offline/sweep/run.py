@@ -183,8 +183,8 @@ def run_trials(
         done = {trial.name for trial in trials if is_complete(trial, paths[trial.name])}
         whole = {name for name in done if is_played(resolved[name], paths[name])}
         left = [trial for trial in trials if trial.name not in whole]
-        for trial in trials:  # complete ones too: the name of a run has to tell what it is
-            check_resumed(directory.run_path(trial), resolved[trial.name])
+        for t in trials:  # complete ones too: the name of a run has to tell what it is
+            check_resumed(paths[t.name], resolved[t.name], None, datasets[t.recipe.data_key])
         if pool is not None:
             pool.share(parallel, cpus=threads or 1, device=device.type)
             pool.check(directory.path)

@@ -27,8 +27,7 @@ def torch_threads(count: int | None) -> Iterator[None]:
     """Let torch use `count` CPU threads (None: no change), float32 and gradients, only inside."""
     before, dtype = torch.get_num_threads(), torch.get_default_dtype()
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        what, remedy = "torch.autocast is on", "leave it before this call; see train.precision"
-        raise InputError("USAGE", what, remedy=remedy)
+        raise InputError("USAGE", "torch.autocast is on", remedy="leave it before this call")
     torch.set_num_threads(count or before)
     torch.set_default_dtype(torch.float32)
     try:
