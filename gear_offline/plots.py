@@ -131,9 +131,9 @@ def save_figure(figure: Figure, path: Path) -> Path:
 
 
 def draw(figure: Figure, kind: str = "png") -> bytes:
-    """Return the content of a figure's file: a PNG, or an SVG with text as text."""
+    """Return the content of a figure's file, a PNG or an SVG."""
     content = io.BytesIO()
     same: Any = {"Date": None, "Creator": None} if kind == "svg" else None  # for the same figure
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "gear-offline"}):
+    with rc_context({"svg.hashsalt": "gear-offline"}):
         figure.savefig(content, format=kind, dpi=DPI, metadata=same)
     return content.getvalue()
