@@ -192,7 +192,9 @@ def test_models_of_the_package_train_play_save_and_export(own: Path, name: str) 
         other.observe_reward([0.0])
 
 
-def test_a_class_of_this_process_is_trained_and_found_again(own: Path, monkeypatch: Patch) -> None:
+def test_a_class_of_this_process_is_trained_and_found_again(
+    own: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
     class Here(go.SequenceModel):
         def __init__(self, facts: Any, settings: Any) -> None:
             super().__init__()
@@ -205,8 +207,8 @@ def test_a_class_of_this_process_is_trained_and_found_again(own: Path, monkeypat
 
     recipe = options(train__recompute=True, evaluate__background="on")
     del recipe["model.kind"]
-    run = go.train("smoke", recipe, model=Here, out="run", quiet=True)
-    assert run.best is not None
+    run = go.train("smoke", recipe, model=Here, out="run")
+    assert run.best is not None and "only this process has" in capsys.readouterr().err
     another_process(monkeypatch)
     assert go.load_policy("run", device="cpu", model=Here).action_dim == 1
 

@@ -29,7 +29,7 @@ from gear_offline.core.parts import is_elsewhere
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text, finite
 from gear_offline.distributed.world import World
-from gear_offline.errors import GearError, UnavailableError
+from gear_offline.errors import GearError
 from gear_offline.evaluation.environments import known_of
 from gear_offline.evaluation.play import (
     Evaluation,
@@ -98,9 +98,6 @@ def plan_evaluations(
         wanted = spare > 0 and not at_the_end and not too_large
     can = all(known_of(task.environment, task.environment_options) for task in tasks)
     can &= is_elsewhere(recipe.model.kind)
-    if settings.background == "on" and tasks and not can:
-        what, remedy = "only this process can play it", "name FILE.py:Name, or use auto"
-        raise UnavailableError("UNAVAILABLE", what, "evaluate.background=on", remedy)
     if not (wanted and can and tasks):
         return EvaluationPlan(workers=0, threads=torch.get_num_threads(), device=where, cores=None)
     if where.type == "cuda":
@@ -210,6 +207,9 @@ class RunEvaluations(Closing):
             parameters=sum(parameter.numel() for parameter in learner.model.parameters()),
             concurrent_runs=shared.runs,
         )
+        if self._recipe.evaluate.background == "on" and self._tasks and not self.plan.workers:
+            how = "evaluate.background=on: only this process has the environment or the model"
+            progress.say(f"{how}, so training waits while it plays; FILE.py:Name can be made anew")
         self._pool = WorkerPool(self.plan.workers, threads=self.plan.threads)
         self._player, self._is_alone = shared.player or Evaluator(), shared.player is None
         self._player.runs.append(self)
