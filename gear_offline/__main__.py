@@ -29,7 +29,8 @@ def open_streams() -> None:
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     if sys.stderr is sys.__stderr__:
         messages: Any = Messages(2, "w", closefd=False)
-        sys.stderr = TextIOWrapper(messages, "utf-8", "backslashreplace", write_through=True)
+        encoding = getattr(sys.stderr, "encoding", "utf-8")  # as the terminal's locale has it
+        sys.stderr = TextIOWrapper(messages, encoding, "backslashreplace", write_through=True)
 
 
 def main() -> int:

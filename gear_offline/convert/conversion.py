@@ -72,7 +72,8 @@ from gear_offline.sources.uri import place_of
 SHARD_BYTES = 256 << 20
 BLOCK_BYTES = 16 << 20
 PICTURES = (b"\xff\xd8\xff", b"\x89PNG")  # the beginning of a file
-NEXT, COMPARED_BYTES = "next_observations", 4 << 20
+NEXT = "next_observations"
+COMPARED_BYTES = 4 << 20  # of them, with the observations of the next rows
 BLOCK_STEPS = 1 << 20  # of rewards that are compared at a time
 MAX_WIDTH = 2 << 20  # numbers a step: the statistics of each take 90 bytes of a manifest
 MOST_CHOICES = 1000  # whole numbers below this in a float column look like numbers of choices
@@ -449,14 +450,18 @@ def _looks_wrong(source: Source) -> Iterator[str]:
 
 
 def _rows_look_wrong(source: Source, has_last: bool) -> Iterator[str]:
-    """Yield doubts about unused last rows, and first rows that do not follow each other."""
+    """Yield doubts about unused last rows, and first rows that do not follow each other.
+
+    Rows of an episode that is left out anyway are not doubted: `has_last` says that it is kept.
+    """
     steps, kinds, ends = source.spec.steps, kinds_of(source), source.episodes.offsets[1:]
     told = [name for name in kinds if name.split("/")[0] in (REWARDS, *REQUIRED)][::-1]
     last = (source.read(name, steps - 2, steps) for name in told)  # mostly of rewards alone
     if (
         has_last
         and told
-        and ends.size > 1 < np.diff(ends)[-1]
+        and ends.size > 1
+        and ends[-1] - ends[-2] > 1
         and not any(rows.any() for rows in last)
     ):
         what = "the last rows are all zeros, as of a buffer that was not full"

@@ -19,8 +19,9 @@ class Aborted(BaseException):
 class StopRequest(Closing):
     """While entered, SIGINT, SIGTERM and SIGHUP set `signal_name` instead of ending the process.
 
-    A second signal, but SIGHUP, which shells and terminals repeat, raises `KeyboardInterrupt`.
-    SIGHUP stays ignored under `nohup`, and all is as it was off the main thread.
+    A second SIGINT or SIGTERM raises `KeyboardInterrupt`.  A second SIGHUP does not: a shell and
+    its terminal both send one.  Under `nohup` SIGHUP stays ignored.  Off the main thread, where
+    Python lets nobody handle signals, nothing changes.
     """
 
     def __init__(self) -> None:
@@ -30,8 +31,10 @@ class StopRequest(Closing):
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            kept = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)[: 2 if kept else 3]:
+            numbers = [signal.SIGINT, signal.SIGTERM]
+            if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+                numbers.append(signal.SIGHUP)
+            for number in numbers:
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
