@@ -6,8 +6,11 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
+
+import typer
 
 from gear_offline.core.files import CHECK, REMEDIES
 from gear_offline.core.text import printable, show_error
@@ -40,6 +43,20 @@ def tell(error: Exception, debug: bool) -> int:
     else:
         show_error("INTERNAL", f"{type(error).__name__}: {error}; run again with --debug")
     return 1
+
+
+def tell_failures(failures: Iterable[tuple[str, str]], quiet: bool) -> None:
+    """Exit with 1 if runs failed; print each error with its runs, if `quiet` kept all else back."""
+    runs = dict[str, list[str]]()
+    for run, failure in failures:
+        runs.setdefault(failure, []).append(run)
+    for failure, names in runs.items() if quiet else ():
+        code, _, what = failure.partition(": ")  # as of training; of evaluations there is none
+        code, what = (code, what) if code.isupper() else ("EVALUATION", failure)
+        more = f" and {len(names) - 3} more" * (len(names) > 3)
+        show_error(code, f"{', '.join(names[:3])}{more}: {what}")
+    if runs:
+        raise typer.Exit(1)
 
 
 def _remedy(error: Exception, message: str) -> str:

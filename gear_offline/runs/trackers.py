@@ -41,11 +41,11 @@ class Tracker(Protocol):
 
     It is made with the run and a project.
 
-    It goes on with a run that it has, and shows the recipe.  `told` is the last step that it holds
-    of each kind when it is opened: only later ones are sent, each once, in the order of a kind.
+    It goes on with a run that it has, and shows the recipe.  `told` has the steps that it holds of
+    each kind when it is opened, or the largest: others, or larger ones, are sent, each once.
     """
 
-    told: dict[str, int]
+    told: Mapping[str, int | set[int]]
 
     def send(self, step: int, values: dict[str, float]) -> None:
         """Show values of one kind by name: ``train/loss``, ``evaluate/return_3600``."""
@@ -68,12 +68,12 @@ class TensorBoard:
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         folder = run.path / "tensorboard"
         folder.mkdir(exist_ok=True)
-        self.told: dict[str, int] = {}
+        self.told: dict[str, set[int]] = {}
         board, last = EventAccumulator(str(folder), {"scalars": 0}), run.steps
         for tag in board.Reload().Tags()["scalars"]:
             kind, shown = tag.partition("/")[0], (scalar.step for scalar in board.Scalars(tag))
             steps = (step for step in shown if step <= last)  # later ones are hidden below
-            self.told[kind] = max([self.told.get(kind, 0), *steps])
+            self.told.setdefault(kind, set()).update(steps)
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         newest = max((file.name for file in folder.glob("*.tfevents.*")), default="")
         self._file = AppendedFile(folder / max(name, f"{newest}.1"))  # clocks may go back
@@ -110,7 +110,9 @@ class Trackio:
                 lambda: trackio.init(project, name=name, config=config, resume="allow", **own)
             )
         rows = SQLiteStorage.get_logs(project, name, run_id=self._run.id)
-        self.told = {key.partition("/")[0]: row["step"] for row in rows for key in row}
+        self.told: dict[str, set[int]] = {}
+        for kind, step in ((key.partition("/")[0], row["step"]) for row in rows for key in row):
+            self.told.setdefault(kind, set()).add(step)
 
     def send(self, step: int, values: dict[str, float]) -> None:
         self._run.log(values, step=step)
@@ -158,6 +160,7 @@ class Tracking(Callback):
     def __init__(self, name: str, project: str) -> None:
         self._name, self._project = name, project
         self._tracker: Tracker | None = None
+        self._failed = set[tuple[str, int]]()  # evaluations, which may be played again
 
     def open(self, run: Run) -> None:
         """Open the tracker and send what it lacks of the run's files."""
@@ -165,12 +168,18 @@ class Tracking(Callback):
         for kind, (file, line) in FILES.items():
             for record in read_records(run.path / file):
                 line.model_validate(record)  # refuses what is no such line
+                note = self._failed.add if record.get("error") else self._failed.discard
+                note((kind, record["step"]))
                 self._show(kind, record["step"], record)
 
     def _show(self, kind: str, step: int, record: Mapping[str, Any]) -> None:
         """Send a line, but none of a step that a resumed run does again."""
         values = _values(kind, record)
-        if self._tracker is not None and values and step > self._tracker.told.get(kind, 0):
+        if self._tracker is None or not values:
+            return
+        told = self._tracker.told.get(kind, 0)
+        has_it = step <= told if isinstance(told, int) else step in told
+        if not has_it or (kind, step) in self._failed:
             self._tracker.send(step, values)
 
     def close(self) -> None:
