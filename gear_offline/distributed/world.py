@@ -389,7 +389,7 @@ def resolve_device(device: str | torch.device, *, where: str = "") -> torch.devi
             raise TypeError("batches are made by a CPU or a GPU")
     except (RuntimeError, TypeError) as error:
         remedy = "use one that torch has here, such as 'auto', 'cpu', 'cuda' or 'cuda:0'"
-        raise InputError("LOADER_OPTION", f"{device=} is not usable", remedy=remedy) from error
+        raise InputError("LOADER_OPTION", f"{device=} is not usable", where, remedy) from error
     if resolved.type == "cuda" and not torch.cuda.is_available():
         what = f"device {str(device)!r} was asked for and no CUDA device is available"
         remedy = f"use {where or 'device'}=auto or cpu, or run gear-offline doctor"
