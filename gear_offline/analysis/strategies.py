@@ -30,7 +30,7 @@ from gear_offline.runs.prepare import prepare_dataset
 from gear_offline.sampling import find_strategy
 from gear_offline.sweep.report import SweepResult, read_sweep
 from gear_offline.sweep.run import run_trials
-from gear_offline.sweep.trials import Trial, parse_seeds, trial_name
+from gear_offline.sweep.trials import Seeds, Trial, parse_seeds, trial_name
 from gear_offline.tables.joint import TableData
 
 
@@ -39,7 +39,7 @@ def compare_strategies(
     strategies: str | Sequence[Any] | None = None,
     *,
     train: bool = False,
-    seeds: int | str | Sequence[int] = 3,
+    seeds: Seeds = 3,
     out: str | os.PathLike[str] | None = None,
     parallel: int | None = None,
     exact: bool = False,

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -45,17 +45,13 @@ def tell(error: Exception, debug: bool) -> int:
     return 1
 
 
-def tell_failures(failures: Iterable[tuple[str, str]], quiet: bool) -> None:
-    """Exit with 1 if runs failed; print each error with its runs, if `quiet` kept all else back."""
-    runs = dict[str, list[str]]()
-    for run, failure in failures:
-        runs.setdefault(failure, []).append(run)
-    for failure, names in runs.items() if quiet else ():
-        code, _, what = failure.partition(": ")  # as of training; of evaluations there is none
+def tell_failures(failures: Sequence[tuple[str, str]], quiet: bool) -> None:
+    """Exit with 1 if runs failed; print their errors, if `quiet` has kept them back."""
+    for run, failure in failures if quiet else ():
+        code, _, what = failure.partition(": ")  # of training; of evaluations there is no code
         code, what = (code, what) if code.isupper() else ("EVALUATION", failure)
-        more = f" and {len(names) - 3} more" * (len(names) > 3)
-        show_error(code, f"{', '.join(names[:3])}{more}: {what}")
-    if runs:
+        show_error(code, f"{run}: {what}")
+    if failures:
         raise typer.Exit(1)
 
 

@@ -410,13 +410,12 @@ def sweep(
     quiet: Quiet = False,
 ) -> None:
     """Train a recipe with several seeds and settings; the same command again goes on."""
-    from gear_offline.sweep.trials import make_trials, parse_options, parse_seeds
+    from gear_offline.sweep.trials import make_trials, parse_options
 
-    numbers = None if seeds is None else parse_seeds(seeds)
-    make_trials(recipe, parse_options(overrides), numbers)  # a typo is told before torch is loaded
+    make_trials(recipe, parse_options(overrides), seeds)  # a typo is told before torch is loaded
 
     how: dict[str, Any] = {"parallel": parallel, "exact": exact, "ray": ray, "quiet": quiet}
-    result = go.sweep(recipe, overrides, seeds=numbers, out=out, **how)
+    result = go.sweep(recipe, overrides, seeds=seeds, out=out, **how)
     if not (quiet or as_json):
         show(None, print_text=result.print)
     show(result.to_json(), as_json, lambda: print(result.path))

@@ -33,7 +33,7 @@ def torch_threads(count: int | None) -> Iterator[None]:
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise InputError("USAGE", "torch.autocast is on", remedy="leave it before this call")
     before = torch.get_num_threads()
-    if (count or before) > 1 and _is_forked():
+    if (count or before) > 1 and _threaded - {os.getpid()}:
         what = f"{count or before} threads of torch in a process forked from one with several "
         remedy = "start the process by multiprocessing.get_context('spawn')"
         raise InputError("USAGE", f"{what}would wait for ever", remedy=remedy)
@@ -45,14 +45,5 @@ def torch_threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _is_forked() -> bool:
-    """True in a process forked from one that had threads of OpenMP: a fork leaves them out."""
-    return bool(_threaded - {os.getpid()})
-
-
-def _after_fork() -> None:
-    if _is_forked():  # its own would wait for the threads of the other
-        torch.set_num_threads(1)
-
-
-os.register_at_fork(after_in_child=_after_fork)
+# OpenMP's other threads are not in a forked process, which would wait for them
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1) if _threaded else None)

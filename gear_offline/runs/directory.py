@@ -78,20 +78,19 @@ def is_run(folder: Path) -> bool:
     return marked or bool(list_checkpoints(folder / "checkpoints"))
 
 
-def holds_no_run(path: Path) -> bool:
-    """Return true if a directory has something in it and is no run's; empty files are nothing."""
-    files = (os.path.join(at, name) for at, _, names in os.walk(path) for name in names)
-    kept = (file for file in files if os.path.basename(file) not in NEGLIGIBLE)
-    return not is_run(path) and any(os.lstat(file).st_size for file in kept)
+def _has_content(path: Path) -> bool:
+    """Return true if a directory has a file that is not empty, or left by a kill."""
+    files = (Path(at, name) for at, _, names in os.walk(path) for name in {*names} - NEGLIGIBLE)
+    return any(file.lstat().st_size for file in files)
 
 
 def check_place(path: Path, *, resume: bool) -> None:
     """Refuse a directory that is not a run's to write."""
     if path.exists() and not path.is_dir():
         raise unusable(path, "not a directory")
-    if holds_no_run(path):
+    if not is_run(path) and _has_content(path):
         what = "the directory is not empty and holds no run"
-        remedy = "train into another directory: --out"
+        remedy = "move what is there away, or train into another directory: --out"
         raise InputError("OUTPUT_EXISTS", what, str(path), remedy)
     if is_run(path) and not resume:
         remedy = "go on with --resume, or train into another directory (--out, name=, seed=)"

@@ -41,11 +41,12 @@ class Tracker(Protocol):
 
     It is made with the run and a project.
 
-    It goes on with a run that it has, and shows the recipe.  `told` has the steps that it holds of
-    each kind when it is opened, or the largest: others, or larger ones, are sent, each once.
+    It goes on with a run that it has, and shows the recipe.  `told` is the largest step that it
+    holds of each kind when it is opened: only later ones are sent, each once, and evaluations that
+    failed before.
     """
 
-    told: Mapping[str, int | set[int]]
+    told: dict[str, int]
 
     def send(self, step: int, values: dict[str, float]) -> None:
         """Show values of one kind by name: ``train/loss``, ``evaluate/return_3600``."""
@@ -68,12 +69,12 @@ class TensorBoard:
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         folder = run.path / "tensorboard"
         folder.mkdir(exist_ok=True)
-        self.told: dict[str, set[int]] = {}
+        self.told: dict[str, int] = {}
         board, last = EventAccumulator(str(folder), {"scalars": 0}), run.steps
         for tag in board.Reload().Tags()["scalars"]:
             kind, shown = tag.partition("/")[0], (scalar.step for scalar in board.Scalars(tag))
             steps = (step for step in shown if step <= last)  # later ones are hidden below
-            self.told.setdefault(kind, set()).update(steps)
+            self.told[kind] = max([self.told.get(kind, 0), *steps])
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         newest = max((file.name for file in folder.glob("*.tfevents.*")), default="")
         self._file = AppendedFile(folder / max(name, f"{newest}.1"))  # clocks may go back
@@ -110,9 +111,8 @@ class Trackio:
                 lambda: trackio.init(project, name=name, config=config, resume="allow", **own)
             )
         rows = SQLiteStorage.get_logs(project, name, run_id=self._run.id)
-        self.told: dict[str, set[int]] = {}
-        for kind, step in ((key.partition("/")[0], row["step"]) for row in rows for key in row):
-            self.told.setdefault(kind, set()).add(step)
+        rows.sort(key=lambda row: row["step"])
+        self.told = {key.partition("/")[0]: row["step"] for row in rows for key in row}
 
     def send(self, step: int, values: dict[str, float]) -> None:
         self._run.log(values, step=step)
@@ -174,13 +174,10 @@ class Tracking(Callback):
 
     def _show(self, kind: str, step: int, record: Mapping[str, Any]) -> None:
         """Send a line, but none of a step that a resumed run does again."""
-        values = _values(kind, record)
-        if self._tracker is None or not values:
-            return
-        told = self._tracker.told.get(kind, 0)
-        has_it = step <= told if isinstance(told, int) else step in told
-        if not has_it or (kind, step) in self._failed:
-            self._tracker.send(step, values)
+        values, tracker = _values(kind, record), self._tracker
+        told = tracker.told.get(kind, 0) if tracker and (kind, step) not in self._failed else 0
+        if tracker is not None and values and step > told:
+            tracker.send(step, values)
 
     def close(self) -> None:
         if self._tracker is not None:

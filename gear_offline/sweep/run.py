@@ -36,14 +36,7 @@ from gear_offline.sweep.gpus import gpus_of, train_on_gpus
 from gear_offline.sweep.jobs import LOCK_SECONDS, Work, train_in_pool, train_in_processes
 from gear_offline.sweep.report import SweepResult, read_sweep
 from gear_offline.sweep.results import is_complete, is_played, steps_done
-from gear_offline.sweep.trials import (
-    SweepDirectory,
-    SweepFile,
-    Trial,
-    make_trials,
-    parse_options,
-    parse_seeds,
-)
+from gear_offline.sweep.trials import SweepDirectory, SweepFile, Trial, make_trials, parse_options
 from gear_offline.tables.joint import TableData
 from gear_offline.workers import Caller, RayPool, WorkerPool
 
@@ -56,7 +49,7 @@ def sweep(
     recipe: Recipe | str | os.PathLike[str],
     options: Overrides = (),
     *,
-    seeds: int | str | Sequence[int] | None = None,
+    seeds: str | int | Sequence[int] | None = None,
     out: str | os.PathLike[str] | None = None,
     parallel: int | None = None,
     exact: bool = False,
@@ -78,8 +71,7 @@ def sweep(
         as the command line takes them: ``["model.layers=3,4"]``.  Every combination is a trial.
         A list that `gear_offline.train` takes, as of ``evaluate.targets``, is one value.
     seeds
-        A number of seeds from 0 on, or a list of them, as text too: ``"3,5,8..10"``; by default the
-        recipe's own.
+        A number of seeds from 0 on, or a list, also ``"3,5,8..10"``; by default the recipe's own.
     out
         Directory of the sweep; by default ``runs/NAME-sweep``.
     parallel
@@ -108,7 +100,6 @@ def sweep(
     TrainingInterrupted
         ``INTERRUPTED`` after Ctrl-C or SIGTERM; what the trials have done is saved.
     """
-    numbers = None if seeds is None else parse_seeds(seeds)
     values = option_values(recipe, options)
     if out is None:
         names = values.get("name", [])
@@ -117,7 +108,7 @@ def sweep(
     place = given_path(out, "OUTPUT_WRITE", where="out")
     directory = SweepDirectory(place)
     named = directory.read().trials[0].settings if directory.is_begun else ()
-    trials = make_trials(recipe, values, numbers, named=tuple(named))
+    trials = make_trials(recipe, values, seeds, named=tuple(named))
     return run_trials(trials, place, parallel=parallel, exact=exact, ray=ray, quiet=quiet)
 
 
@@ -185,7 +176,6 @@ def run_trials(
         if pool is not None or (device.type != "cuda" and parallel > 1):
             threads = file.threads = file.threads or max(1, min(node_cores, cores // parallel))
         paths = {trial.name: directory.run_path(trial) for trial in trials}
-        directory.clear(paths.values(), quiet=quiet)
         done = {trial.name for trial in trials if is_complete(trial, paths[trial.name])}
         whole = {name for name in done if is_played(resolved[name], paths[name])}
         left = [trial for trial in trials if trial.name not in whole]

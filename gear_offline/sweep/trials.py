@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
@@ -23,14 +23,14 @@ from pydantic import BaseModel, Field
 from gear_offline.config.files import flat
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.strict_yaml import dump_yaml, parse_yaml, typed_value, whole_number
-from gear_offline.core.files import LOCK, HeldDirectory, read_regular, write_file, writing
-from gear_offline.core.text import count_text, first_line, plain, say
+from gear_offline.core.files import LOCK, HeldDirectory, read_regular, write_file
+from gear_offline.core.text import first_line, plain
 from gear_offline.errors import InputError, given_path
-from gear_offline.runs.directory import holds_no_run
 
 MOST_TRIALS = 10_000
 NAME_CHARACTERS = 80
 MOST_BYTES = 1 << 30  # of sweep.json
+Seeds = str | float | Sequence[int]
 _SPAN = re.compile(r"([0-9]+)(?:\.\.([0-9]+))?")  # as of `blame`
 _UNSAFE = re.compile(r"[^A-Za-z0-9._=,+-]+")
 
@@ -47,7 +47,7 @@ class Trial(BaseModel, frozen=True):
 def make_trials(
     recipe: Recipe | str | os.PathLike[str],
     options: Mapping[str, Sequence[Any]],
-    seeds: Sequence[int] | None = None,
+    seeds: Seeds | None = None,
     *,
     named: Sequence[str] = (),
 ) -> list[Trial]:
@@ -59,14 +59,15 @@ def make_trials(
     if seeds is not None:
         if "seed" in axes:
             raise _unusable("seeds are given twice, by --seeds and by seed=", "keep one of them")
-        axes["seed"] = list(seeds)
+        axes["seed"] = parse_seeds(seeds)
     count = 1
     for key, values in axes.items():
         if not values or any(value in values[:place] for place, value in enumerate(values)):
             what = "has a value twice" if values else "has no values"
             raise _unusable(f"{key} {what}", "name each value once")
         count *= len(values)
-    _check_count(count)
+    if count > MOST_TRIALS:
+        raise _unusable(f"{count:,} trials", f"one sweep has at most {MOST_TRIALS:,}")
     several = [key for key, values in axes.items() if len(values) > 1]
     names = list(dict.fromkeys([*named, *(key for key in several if key != "seed")]))
     trials = []
@@ -112,31 +113,22 @@ def parse_options(overrides: Sequence[str]) -> dict[str, list[Any]]:
     return options
 
 
-def parse_seeds(seeds: str | float | Sequence[int], first: int = 0) -> list[Any]:
+def parse_seeds(seeds: Seeds, first: int = 0) -> list[Any]:
     """Return the seeds of a number of them (8, from `first` on) or of a list: ``"3,5,8..10"``."""
     given = whole_number(plain(seeds))
-    if isinstance(given, str):
+    if isinstance(given, str) and not given.strip().isdecimal():
         spans = [_SPAN.fullmatch(part.strip()) for part in given.split(",") if part.strip()]
-        ends = [(int(span[1]), int(span[2] or span[1])) for span in spans if span]
-        if len(ends) < len(spans) or not any(low <= high for low, high in ends):
-            what = f"--seeds {given[:40]!r} names no seeds"
+        ranges = [range(int(span[1]), int(span[2] or span[1]) + 1) for span in spans if span]
+        if len(ranges) < len(spans) or not any(ranges) or sum(map(len, ranges)) > MOST_TRIALS:
+            what = f"--seeds {given[:40]!r} names no seeds, or more than {MOST_TRIALS:,}"
             raise _unusable(what, "write it like 8, or like 3,5,8..10")
-        count = sum(max(0, high + 1 - low) for low, high in ends)
-        if not given.strip().isdecimal():
-            _check_count(count)
-            return [n for low, high in ends for n in range(low, high + 1)]
-        given = ends[0][0]
-    if isinstance(given, int):
-        if not 1 <= given <= MOST_TRIALS:
+        return [*itertools.chain.from_iterable(ranges)]
+    if isinstance(given, str | int):
+        if not 1 <= int(given) <= MOST_TRIALS:
             remedy = "a single seed is written with a comma: 12345,"
             raise _unusable(f"--seeds {given} is not a number from 1 to {MOST_TRIALS:,}", remedy)
-        return list(range(first, first + given))
+        return list(range(first, first + int(given)))
     return [given] if isinstance(given, float) else list(given)  # no seed, as is told
-
-
-def _check_count(count: int) -> None:
-    if count > MOST_TRIALS:
-        raise _unusable(f"{count:,} trials", f"one sweep has at most {MOST_TRIALS:,}")
 
 
 def settings_label(settings: Mapping[str, Any]) -> str:
@@ -197,18 +189,6 @@ class SweepDirectory:
                 what = "the directory is not empty and holds no sweep"
                 raise InputError("OUTPUT_EXISTS", what, str(self.path), "choose another with --out")
         return HeldDirectory(self.path, taken=taken)
-
-    def clear(self, places: Iterable[Path], *, quiet: bool) -> None:
-        """Move away from the places of runs what holds files and no run; say so once."""
-        moved, aside = [place for place in places if holds_no_run(place)], self.path / "aside"
-        for place in moved:
-            with writing(aside):
-                aside.mkdir(exist_ok=True)
-                names = (aside / f"{place.name}-{number}" for number in itertools.count(1))
-                place.rename(next(name for name in names if not os.path.lexists(name)))
-        if moved:
-            count = count_text(len(moved), "folder")
-            say(f"{count} of runs held files but no run: moved to {aside}", quiet=quiet)
 
     def read(self) -> SweepFile:
         """Return the content of ``sweep.json``."""
