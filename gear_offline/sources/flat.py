@@ -15,9 +15,11 @@ from gear_offline.errors import InputError
 from gear_offline.sources.base import Asked, Piece, Source, SourceInfo, own_scores
 from gear_offline.sources.columns import can_be_column, row_kinds, some_names, split_names
 from gear_offline.sources.d4rl import D4rlFile
-from gear_offline.sources.episode_ends import FLAGS, MARK, chosen_flags, split_episodes
+from gear_offline.sources.episode_ends import split_episodes
+from gear_offline.sources.flags import FLAGS, chosen_flags
 from gear_offline.sources.hdf5 import Hdf5File
 from gear_offline.sources.input_files import misfit
+from gear_offline.sources.row_marks import MARK
 
 REQUIRED = ("observations", "actions")
 UNREAD = "store it as numbers, or leave it out: any --rule does, such as --rule none"

@@ -20,7 +20,7 @@ from gear_offline.dataset.scores import dataset_of_file
 from gear_offline.errors import InputError, package_needed
 from gear_offline.sources.base import Asked, Piece, Source, SourceInfo
 from gear_offline.sources.columns import row_kinds, some_names, split_names
-from gear_offline.sources.episode_ends import chosen_flags
+from gear_offline.sources.flags import chosen_flags
 from gear_offline.sources.flat import REQUIRED
 from gear_offline.sources.input_files import InputFile, damage_told, misfit
 
