@@ -308,11 +308,9 @@ def test_seeds() -> None:
     given = {"3": [0, 1, 2], "3,5,7": [3, 5, 7], "12,": [12], "1": [0], "7,2..4": [7, 2, 3, 4]}
     assert {text: parse_seeds(text) for text in given} == given
     assert parse_seeds("2", 5) == parse_seeds(2, 5) == [5, 6] == parse_seeds([5, 6], 9)
-    for text in ("", "0", "-1", "1.5", "a", ",", "1,-2", "99999999999", "1..", "3..2", "1-3"):
+    for text in ("", "0", "-1", "1.5", "a", ",", "1,-2", "99999999999", "1..", "3..2", "0..20000"):
         with one_error("USAGE", "--seeds"):
             parse_seeds(text)
-    with one_error("USAGE", "trials"):
-        parse_seeds("0..99999999999")
 
 
 def test_trials_that_are_refused() -> None:

@@ -217,8 +217,8 @@ def test_an_evaluation_that_is_played_again_is_sent_behind_later_ones(
 ) -> None:
     pytest.importorskip("tensorboard")
     own, run, asked = f"{__file__}:Notes", tmp_path / "run", list[int]()
-    words = (f"train.trackers=[tensorboard, {own}]", "evaluate.background=off")
-    words += ("train.evaluate_every=10", "train.checkpoint_every=10", "train.keep_checkpoints=3")
+    words = [f"train.trackers=[tensorboard, {own}]", "evaluate.background=off"]
+    words += ["train.evaluate_every=10", "train.checkpoint_every=10", "train.keep_checkpoints=3"]
     recipe, ask = tiny_recipe(data, *words), Policy.ask
 
     def fails_first(self: Policy, *words: Any, **options: Any) -> Any:
