@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import h5py
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -104,6 +105,36 @@ def demonstrations(path: Path) -> Made:
     return Made(file, "robomimic", episodes, [False] * 3)
 
 
+def maniskill(path: Path) -> Made:
+    episodes = list[Episode]()
+    with h5py.File(path / "trajectory.h5", "w") as file:
+        for number, e in enumerate(played() * 3):  # 12: traj_10 must not come before traj_2
+            rows = np.arange(len(e["rewards"]) + 1.0)[:, None] * [1, -1, 0.5] + 100 * number
+            stored = {"obs": rows, "env_states/actors/cube": rows, "actions": e["actions"]}
+            stored |= {"rewards": e["rewards"], "success": e["terminals"]}
+            stored |= {"terminated": e["terminals"], "truncated": e["timeouts"]}
+            for name, values in stored.items():
+                file.create_dataset(f"traj_{number}/{name}", data=values, chunks=True)
+            made = {"observations": rows[:-1], "next_observations": rows[1:]}
+            episodes.append({**stored, "env_states/actors/cube": rows[:-1], **made})
+            del episodes[-1]["obs"]
+    (path / "trajectory.json").write_text('{"env_info": {"env_id": "PushCube-v1"}}')
+    return Made(path, "hdf5-groups", episodes, ENDS * 3)
+
+
+def d3rlpy(path: Path) -> Made:
+    episodes, names = list[Episode](), ("observations", "actions", "rewards", "terminated")
+    with h5py.File(path / "dataset.h5", "w") as file:
+        file["columns"], file["num_episodes"], file["version"] = [*names], 12, "2.1"
+        for number, e in enumerate(played() * 3):
+            for name in names[:2]:
+                file[f"{name}_{number}"] = e[name]
+            file[f"rewards_{number}"] = e["rewards"][:, None]
+            file[f"terminated_{number}"] = e["terminals"].any()
+            episodes.append({name: e[name] for name in names[:3]} | {names[3]: e["terminals"]})
+    return Made(path / "dataset.h5", "hdf5-groups", episodes, ENDS * 3)
+
+
 def replay(path: Path) -> Made:
     dqn.log(path / "Pong" / "1" / "replay_logs", dqn.EPISODES)
     episodes = [{f"{name}s": rows for name, rows in e.items()} for e in dqn.EPISODES]
@@ -155,6 +186,8 @@ LAYOUTS: dict[str, Callable[[Path], Made]] = {
     "ogbench": ogbench,
     "parquet": lambda path: Made(parquet(path, played()), "parquet", played(), ENDS),
     "robomimic": demonstrations,
+    "maniskill": maniskill,
+    "d3rlpy": d3rlpy,
     "dqn-replay": replay,
     "lerobot-v2.1": lambda path: recorded(path, "v2.1"),
     "lerobot-v3.0": lambda path: recorded(path, "v3.0"),
@@ -190,7 +223,7 @@ def opened(made: Made) -> Source:
 def data_files(made: Made) -> list[Path]:
     """Return the files that every reading of the layout needs."""
     aside = re.compile(r"tasks|stats|episodes|metadata|invalid|.*\.mp4")
-    if made.format == "d4rl":  # beside whose files others lie
+    if made.format in ("d4rl", "hdf5-groups"):  # beside whose files others lie
         aside = re.compile(r".*\.(txt|json)")
     found = [made.source] if made.source.is_file() else sorted(made.source.rglob("*.*"))
     found = [path for path in found if path.is_file() and "meta/episodes" not in str(path)]
