@@ -51,11 +51,10 @@ def check_options(given: Mapping[str, Any], device: torch.device) -> LoaderOptio
     except ValidationError as error:
         raise InputError("LOADER_OPTION", problem_text(error.errors()[0])) from error
     name = "placement" if options.placement in ("hbm", "peer") else "engine"
-    value = getattr(options, name)
-    if value in ("on", "hbm", "peer") and device.type != "cuda":
-        raise no_engine(f"{name}={value!r} needs a CUDA device, batches go to {device}")
     if name == "placement" and options.engine == "off":
         raise bad_option("engine", "off", "'auto' or 'on' with rows in GPU memory")
+    if (value := getattr(options, name)) in ("on", "hbm", "peer") and device.type != "cuda":
+        raise no_engine(f"{name}={value!r} needs a CUDA device, batches go to {device}")
     if options.placement == "disk" and options.engine == "on":
         raise bad_option("placement", "disk", "engine='auto' or 'off' with rows on disk")
     for name, value in (("placement", "disk"), ("sharding", "shard")):

@@ -76,6 +76,19 @@ def parquet(path: Path, episodes: list[Episode]) -> Any:
     return path / "x.parquet"
 
 
+def parquet_rows(path: Path, episodes: list[Episode]) -> Any:
+    whole = flat(episodes)
+    table = pa.table({n: rows.tolist() if rows.ndim > 1 else rows for n, rows in whole.items()})
+    for number, (name, rows) in enumerate(whole.items()):
+        if rows.ndim > 1:
+            kind = pa.list_(pa.from_numpy_dtype(rows.dtype), rows.shape[1])
+            table = table.set_column(number, name, pa.array(rows.tolist(), kind))
+    pq.write_table(
+        table.append_column("note", [["text"] * len(rows)]), path / "x.parquet", row_group_size=7
+    )
+    return path / "x.parquet"
+
+
 EITHER, ENDS = "terminals|timeouts", [False, True, False, True]
 
 
@@ -185,6 +198,9 @@ LAYOUTS: dict[str, Callable[[Path], Made]] = {
     "npz": lambda path: Made(npz(path, played()), "npz", played(), ENDS, EITHER),
     "ogbench": ogbench,
     "parquet": lambda path: Made(parquet(path, played()), "parquet", played(), ENDS),
+    "parquet-rows": lambda path: Made(
+        parquet_rows(path, played()), "parquet-rows", played(), ENDS, EITHER
+    ),
     "robomimic": demonstrations,
     "maniskill": maniskill,
     "d3rlpy": d3rlpy,

@@ -119,7 +119,7 @@ class Appender:
         return columns | {name: value for name, value in flags.items() if name not in columns}
 
 
-def _rows(episode: Mapping[str, Any], column: ColumnSpec) -> Array:
+def _rows(episode: Mapping[str, Array], column: ColumnSpec) -> Array:
     if column.name not in episode:
         what = f"an episode lacks the column {column.name!r}, which the dataset has"
         raise InputError("COLUMN", what, "", "give it, or convert with fewer --columns")

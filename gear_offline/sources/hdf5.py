@@ -67,7 +67,7 @@ class Hdf5File(Closing):
         self.warnings: list[str] = []
         with _told_as_damaged(path):
             if not h5py.is_hdf5(path):
-                remedy = "from Python anything can be converted: go.from_arrays, go.from_episodes"
+                remedy = "docs/how-to/convert.md, Other files: from Python, or by way of parquet"
                 raise InputError("SOURCE_READ", "not an HDF5 file", str(path), remedy)
             try:
                 self._file = h5py.File(path, "r", locking="best-effort")
@@ -180,7 +180,7 @@ class Hdf5File(Closing):
         """Return a dataset of one number or text, ``None`` where it is another."""
         with suppress(Exception):
             if self._claimed(stored := self._file[name]) <= MAX_ATTRIBUTE_BYTES:
-                return _plain(stored[()])
+                return _plain(np.asarray(stored[()]).item())
         return None
 
     def metadata(self) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def _columns(
     if (steps := next(filter(None, below), (-1,))[0]) == 0:
         return {}, {}
     flags = [names.get(flag, flag) for flag in FLAGS]
-    for column, header in group.items():
+    for column, header in [*headers.items()]:
         after = f"next_{column}" if column.split("/")[0] == "obs" else ""
         if f"{column}/".startswith(f"{observed}/"):
             after = f"next_observations{column.removeprefix(observed)}"
@@ -140,8 +140,8 @@ def _columns(
             headers[column] = header._replace(shape=(steps, *header.shape[1:]))
             headers |= {after: headers[column]._replace(first=1)} if after else {}
     for flag in {*flags} & {*group} if steps > 0 else ():
-        if (value := file.scalar(group[flag].path)) is not None:  # one an episode
-            ended = flag_values(np.array([value]), flag, where)
+        if group[flag].shape in {(), (1,)} - {(steps,)}:  # one value an episode
+            ended = flag_values(np.array([file.scalar(group[flag].path)]), flag, where)
             headers[flag] = ended & (np.arange(steps) == steps - 1)
     optional = (*OPTIONAL, "next_obs")
     chosen, left_out = find_columns(headers, asked, (own, "actions"), optional, where=where)
