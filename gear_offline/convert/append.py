@@ -19,7 +19,8 @@ from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, channels_last
 from gear_offline.dataset.shard import EPISODE_COLUMNS, digest, encode_header, plan_tensors
 from gear_offline.errors import InputError, given_path
 from gear_offline.sources.arrays import Columns, end_flags, read_episode, read_episodes
-from gear_offline.sources.episode_ends import TERMINAL_FLAGS, TIME_FLAGS, judge_ends
+from gear_offline.sources.episode_ends import judge_ends
+from gear_offline.sources.flags import TERMINAL_FLAGS, TIME_FLAGS
 
 SUFFIX = ".safetensors"
 

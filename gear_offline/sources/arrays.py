@@ -18,9 +18,11 @@ from gear_offline.errors import InputError, check_environment_id
 from gear_offline.sources.base import Piece, Source, SourceInfo
 from gear_offline.sources.columns import common_columns, row_kinds
 from gear_offline.sources.combine import turned
-from gear_offline.sources.episode_ends import FLAGS, MARK, MEANING, SCALARS, flag_values, judge_ends
+from gear_offline.sources.episode_ends import judge_ends
+from gear_offline.sources.flags import FLAGS, MEANING, SCALARS, flag_values
 from gear_offline.sources.flat import flat_source
 from gear_offline.sources.input_files import check_kind, misfit
+from gear_offline.sources.row_marks import MARK
 
 METADATA = "metadata"
 OBSERVATIONS, NEXT_OBSERVATIONS = "observations", "next_observations"

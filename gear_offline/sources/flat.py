@@ -15,9 +15,11 @@ from gear_offline.errors import InputError
 from gear_offline.sources.base import Asked, Piece, Source, SourceInfo, own_scores
 from gear_offline.sources.columns import can_be_column, row_kinds, some_names, split_names
 from gear_offline.sources.d4rl import D4rlFile
-from gear_offline.sources.episode_ends import FLAGS, MARK, chosen_flags, split_episodes
+from gear_offline.sources.episode_ends import split_episodes
+from gear_offline.sources.flags import FLAGS, chosen_flags
 from gear_offline.sources.hdf5 import Hdf5File
 from gear_offline.sources.input_files import InputFile, misfit
+from gear_offline.sources.row_marks import MARK
 
 REQUIRED = ("observations", "actions")
 UNREAD = "store it as numbers, or leave it out: any --rule does, such as --rule none"
@@ -58,18 +60,18 @@ def table_source(
     arrays: Mapping[str, Any],
     asked: Asked,
     file: InputFile,
-    rows: Callable[[str], Any],
+    rows: Callable[[Any], Any],
     **info: Any,
 ) -> Source:
     """Return a source of the `arrays` of a file that `find_columns` takes; `rows` opens one."""
     where, facts = str(file.path), info.pop("facts", {})
     chosen, left_out = find_columns(arrays, asked, where=where)
-    columns = {name: rows(name) for name in chosen}
+    columns = {name: rows(arrays[name]) for name in chosen}
     shapes = ((name, arrays[name].shape, arrays[name].dtype) for name in left_out)
     vectors = [n for n, shape, dtype in shapes if can_be_column(shape, dtype) and len(shape) == 1]
     return flat_source(
         columns,
-        others={name: rows(name) for name in vectors},  # they may tell where episodes start
+        others={name: rows(arrays[name]) for name in vectors},  # they may tell where episodes start
         names=asked.names,
         uri=asked.uri,
         where=where,

@@ -117,9 +117,8 @@ class Hdf5File(Closing):
                     seen.add(address)
                     pending.append((f"{name}/", item))
 
-    def column(self, rows: Hdf5Dataset | str) -> Hdf5Column:
+    def column(self, rows: Hdf5Dataset) -> Hdf5Column:
         """Return the rows of one that can be a column; to read them does not need this object."""
-        rows = self.datasets[rows] if isinstance(rows, str) else rows
         with _told_as_damaged(self.path):
             dataset, block = h5d.open(self._file.id, rows.path.encode()), self._file.userblock_size
             column = Hdf5Column(self.file, rows, dataset, block)
@@ -132,7 +131,7 @@ class Hdf5File(Closing):
         """Check every dataset of a file that another program is going to read through HDF5."""
         for name, header in self.datasets.items():
             if can_be_column(header.shape, header.dtype):
-                self.column(name).check()
+                self.column(header).check()
                 continue
             with _told_as_damaged(self.path):  # text lies elsewhere in the file
                 plan = h5d.open(self._file.id, name.encode()).get_create_plist()

@@ -24,7 +24,7 @@ from gear_offline.sources.base import Asked, Piece, Source, SourceInfo
 from gear_offline.sources.columns import common_columns, row_kinds, some_names, split_names
 from gear_offline.sources.combine import observation_vectors
 from gear_offline.sources.d4rl import is_gymnasium_id
-from gear_offline.sources.episode_ends import FLAGS, flag_values
+from gear_offline.sources.flags import FLAGS, flag_values
 from gear_offline.sources.flat import OPTIONAL, find_columns
 from gear_offline.sources.hdf5 import Hdf5Dataset, Hdf5File
 from gear_offline.sources.input_files import by_number, misfit

@@ -24,9 +24,10 @@ from gear_offline.core.files import read_at
 from gear_offline.core.types import Array
 from gear_offline.sources.base import Asked, Source
 from gear_offline.sources.columns import names_after
-from gear_offline.sources.episode_ends import ARTIFICIAL, FLAGS, TIME_FLAGS
+from gear_offline.sources.flags import FLAGS, TIME_FLAGS
 from gear_offline.sources.flat import table_source
 from gear_offline.sources.input_files import InputFile, damage_told, misfit
+from gear_offline.sources.rules import ARTIFICIAL
 
 READ_BYTES = 1 << 20
 MAX_WHOLE_BYTES = 1 << 30  # of an array that is stored by columns
@@ -136,7 +137,7 @@ def open_npz(path: Path, asked: Asked) -> Source:
         members,
         asked,
         file,
-        members.__getitem__,
+        lambda rows: rows,
         format="ogbench" if ogbench else "npz",
         rule=asked.rule or (ARTIFICIAL if ogbench else None),
         notes=[OGBENCH] if ogbench and "masks" not in here and not asked.rule else [],

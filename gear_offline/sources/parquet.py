@@ -21,9 +21,10 @@ from gear_offline.dataset.scores import dataset_of_file
 from gear_offline.errors import InputError, package_needed
 from gear_offline.sources.base import Asked, Piece, Source, SourceInfo
 from gear_offline.sources.columns import row_kinds, split_names
-from gear_offline.sources.episode_ends import MARK, chosen_flags, row_marks
+from gear_offline.sources.flags import chosen_flags
 from gear_offline.sources.flat import REQUIRED, find_columns, table_source
 from gear_offline.sources.input_files import InputFile, damage_told, misfit
+from gear_offline.sources.row_marks import MARK, row_marks
 
 BATCH_VALUES, BATCH_ROWS = 1 << 22, 1 << 20  # of a batch; run lengths make billions of few bytes
 MAX_ROW_VALUES = 1 << 27
@@ -49,7 +50,7 @@ def open_parquet(path: Path, asked: Asked) -> Source:
     arrays = {n: _array(file, n, kind, by_step) for n, kind in types.items()}
     if by_step:
         options = {"format": "parquet-rows", "rule": asked.rule}
-        return table_source(arrays, asked, file.file, arrays.__getitem__, **options)
+        return table_source(arrays, asked, file.file, lambda rows: rows, **options)
     stored, left_out = find_columns(arrays, asked, optional=("rewards",), where=str(path))
     once = sorted(flags & numbers)  # flags of one value an episode
     if file.rows > MAX_EPISODES:

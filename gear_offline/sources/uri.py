@@ -20,7 +20,8 @@ from gear_offline.sources.columns import some_names
 from gear_offline.sources.combine import dataset_source, join_sources, turned, with_columns
 from gear_offline.sources.d4rl import find_or_download
 from gear_offline.sources.dqn_replay import open_dqn_replay, replay_folder
-from gear_offline.sources.episode_ends import CONVENTIONS, MEANING, chosen_flags, judge_ends
+from gear_offline.sources.episode_ends import judge_ends
+from gear_offline.sources.flags import MEANING, chosen_flags
 from gear_offline.sources.flat import open_hdf5
 from gear_offline.sources.hdf5 import SUFFIXES, Hdf5File
 from gear_offline.sources.hdf5_groups import episode_groups, open_groups
@@ -29,6 +30,7 @@ from gear_offline.sources.lerobot import INFO, open_lerobot
 from gear_offline.sources.minari import data_directory, find_directory, open_minari
 from gear_offline.sources.npz import open_npz
 from gear_offline.sources.parquet import open_parquet
+from gear_offline.sources.rules import CONVENTIONS
 
 KINDS = (SUFFIXES, (".npz",), (".parquet",))  # a folder of files of one kind is one dataset
 ACCEPTED = (
