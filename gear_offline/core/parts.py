@@ -31,6 +31,7 @@ import xxhash
 from gear_offline.core.text import first_line
 from gear_offline.errors import GearError, InputError, in_home
 
+LOADING = "loading"  # in place of a digest
 LINES_SHOWN = 3  # of a user's files, where a part raises
 PACKAGE = Path(__file__).parents[1]  # gear_offline itself
 PACKAGES = str(Path(xxhash.__file__).parents[1])  # what is installed
@@ -254,10 +255,17 @@ def part_module(kind: Kind, name: str) -> ModuleType:
         remedy = f"if you trust it, name it again: {kind.option}={name}"
         raise InputError(kind.code, f"{place} has changed meanwhile", kind.option, remedy)
     known, module = _modules.get(place, ("", ModuleType("")))
+    if known == LOADING:
+        remedy = "put what it does, when it is run, behind if __name__ == '__main__':"
+        raise InputError(kind.code, f"{place} asks for {name} while it is imported", name, remedy)
     if known != digest:
+        _modules[place] = LOADING, module
         with telling(kind, f"importing {place}", name):
-            module = _execute(Path(place), content)
-        _modules[place] = digest, module
+            try:
+                module = _execute(Path(place), content)
+                known = digest
+            finally:
+                _modules[place] = known, module
     return module
 
 

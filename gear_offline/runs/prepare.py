@@ -332,7 +332,7 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
         changes["evaluate.targets"] = list(range(1, facts.tasks + 1)) if plays and facts else None
     elif recipe.evaluate.targets is None and "rewards" not in dataset.spec:
         changes["evaluate.targets"] = [0.0]  # the model does without returns: one play of it
-    elif recipe.evaluate.targets is None:
+    elif recipe.evaluate.targets is None and not dataset.statistics["rewards"].nonfinite:
         if recipe.loader.gamma < 1.0:  # as training shows them
             returns = distribution(discounted_returns(dataset, recipe.loader.gamma))
         alike = isclose(returns.max, returns.mean, rel_tol=1e-9)  # of one and the same return
