@@ -4,12 +4,15 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support import no_picture
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 
@@ -26,6 +29,29 @@ def nothing_waits_for_the_disk(tmp_path_factory: pytest.TempPathFactory) -> Iter
         patch.setattr(os, "fsync", lambda handle: None)
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def draw_picture() -> Iterator[Any]:
+    """Leave out what takes most of the time of a small run: pictures, and parsing of all commands.
+
+    Tests of pictures ask for `pictures`.
+    """
+    import typer.main
+
+    from gear_offline import plots  # loads matplotlib
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", cache(typer.main.get_command))
+        draw = plots.draw
+        patch.setattr(plots, "draw", no_picture)
+        yield draw
+
+
+@pytest.fixture
+def pictures(draw_picture: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw pictures as users get them."""
+    monkeypatch.setattr("gear_offline.plots.draw", draw_picture)
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +82,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def no_reports() -> Iterator[None]:
-    """Leave out reports of single runs, which with their plots take most of the time."""
+    """Leave out reports of single runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gear_offline.runs.report.write_report", lambda run, **_: Path(run))
         yield
