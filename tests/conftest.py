@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,10 +97,9 @@ def no_reports() -> Iterator[None]:
 @pytest.fixture
 def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin worker processes as forks that have torch loaded already."""
-    from tests.forks import ForkedWorker
+    from tests.forks import fork_workers
 
-    stand_in = SimpleNamespace(Popen=ForkedWorker, DEVNULL=None)
-    monkeypatch.setattr("gear_offline.workers.subprocess", stand_in)
+    fork_workers(monkeypatch)
 
 
 @pytest.fixture(scope="module")

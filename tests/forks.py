@@ -15,6 +15,7 @@ from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from subprocess import CompletedProcess
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,6 +77,12 @@ class ForkedWorker:
     def wait(self) -> int:
         self._process.join()
         return int(self._process.exitcode)
+
+
+def fork_workers(patch: pytest.MonkeyPatch) -> None:
+    """Begin worker processes as forks."""
+    stand_in = SimpleNamespace(Popen=ForkedWorker, DEVNULL=None)
+    patch.setattr("gear_offline.workers.subprocess", stand_in)
 
 
 def _work(connection: Connection[Any, Any], variables: Mapping[str, str]) -> None:
