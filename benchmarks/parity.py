@@ -370,17 +370,17 @@ def table(document: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cell(found: dict[str, Any] | None, digits: int) -> str:
-    if found is None:
+def _cell(result: dict[str, Any] | None, digits: int) -> str:
+    if result is None:
         return "-"
-    spread = "" if found["sd"] is None else f" ({found['sd']:,.{digits}f})"
-    return f"{found['mean']:,.{digits}f}{spread}"
+    spread = "" if result["sd"] is None else f" ({result['sd']:,.{digits}f})"
+    return f"{result['mean']:,.{digits}f}{spread}"
 
 
-def _interval(found: Sequence[float] | None) -> str:
-    if found is None or not all(map(math.isfinite, found)):
+def _interval(ends: Sequence[float] | None) -> str:
+    if ends is None or not all(map(math.isfinite, ends)):
         return "-"
-    return f"{found[0]:,.0f} .. {found[1]:,.0f}"
+    return f"{ends[0]:,.0f} .. {ends[1]:,.0f}"
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:

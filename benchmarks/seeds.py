@@ -3,7 +3,8 @@
     gear-offline strategies hopper-medium --train --seeds 100 --out many
     python -m benchmarks.seeds many --out many
 
-It writes MANY.json and MANY.png, and prints the table of a page.
+It writes MANY.json and MANY.png, and prints the table of a page.  ``--beside BC=FOLDER ...`` names
+the same study of other models: a second table compares each of their settings with that of `many`.
 
 Each setting of a ``strategies.json`` has pairs with the baseline, one a seed.  From their seeds so
 many as a smaller study has are drawn with replacement, again and again, the same for all settings,
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 from bisect import bisect_left
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,9 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from gear_offline import plots
+from gear_offline.analysis.significance import difference, holm
 from gear_offline.core.files import write_file
+from gear_offline.sweep.results import estimate
 
 SIZES = (3, 5, 8, 10, 15, 20, 30, 50)
 STUDIES = 10_000
@@ -175,19 +179,76 @@ def table(baseline: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _mean(estimate: dict[str, Any]) -> str:
-    return f"{estimate['mean']:,.0f} ± {estimate['half']:,.0f}"
+def beside(folders: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each setting of each other model, paired by seed with that of the first.
+
+    `folders` are the ``strategies.json`` by the models' names; rows have the results of the seeds
+    that both have, and their difference with Holm's correction for all rows.
+    """
+    results = {
+        (name, each["label"]): dict(zip(each["seeds"], each["final"]["values"], strict=True))
+        for name, document in folders.items()
+        for each in document["outcomes"]
+        if each["final"]
+    }
+    first, *others = folders
+    rows = []
+    for (name, label), own in results.items():
+        if name == first and not any((other, label) in results for other in others):
+            continue
+        base = results[first, label]
+        seeds = sorted(own.keys() & base.keys())
+        values = [[result[seed] for seed in seeds] for result in (own, base)]
+        row = {"model": name, "setting": label, "final": asdict(estimate(values[0]))}
+        rows.append(row | {"versus": None if name == first else difference(*values)})
+    adjusted = holm([row["versus"] and row["versus"].t_p for row in rows])
+    for row, p in zip(rows, adjusted, strict=True):
+        row["versus"] = row["versus"] and asdict(row["versus"].corrected(p))
+    return rows
+
+
+def beside_table(rows: list[dict[str, Any]]) -> str:
+    """Return the table of several models, in Markdown."""
+    first = rows[0]["model"]
+    lines = [f"| model | strategy | return (95 %) | less {first} (95 %) | p, Holm |"]
+    lines.append("|---|---|---:|---:|---:|")
+    for row in rows:
+        cells, versus = [row["model"], row["setting"], _mean(row["final"]), "", ""], row["versus"]
+        if versus:
+            mean = f"{versus['mean']:+,.0f} ({versus['low']:+,.0f} to {versus['high']:+,.0f})"
+            shows = versus["verdict"] in ("higher", "lower")
+            cells[3:] = [f"**{mean}**" if shows else mean, f"{versus['holm_p']:.2g}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _mean(result: dict[str, Any]) -> str:
+    return f"{result['mean']:,.0f} ± {result['half']:,.0f}"
+
+
+def read(folder: str | Path) -> dict[str, Any]:
+    """Return the ``strategies.json`` of a study."""
+    document: dict[str, Any] = json.loads(Path(folder, "strategies.json").read_text())
+    return document
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path, help="of `gear-offline strategies --train`")
     parser.add_argument("--out", type=Path, default=Path("seeds"), help="name without its end")
+    words: Any = {"nargs": "*", "default": [], "metavar": "MODEL=FOLDER"}
+    parser.add_argument("--name", default="dt", help="of the model in FOLDER, for --beside")
+    parser.add_argument("--beside", **words, help="the study of other models")
     arguments = parser.parse_args()
-    comparison = json.loads((arguments.folder / "strategies.json").read_text())
+    comparison = read(arguments.folder)
     baseline, results = study(comparison)
     document = {key: comparison[key] for key in ("recipe", "machine")}
     document |= {"baseline": baseline, "results": results}
+    others = {name: read(place) for name, _, place in (x.partition("=") for x in arguments.beside)}
+    models = beside({arguments.name: comparison} | others) if others else []
+    document |= {"models": models} if models else {}
     write_file(arguments.out.with_suffix(".json"), json.dumps(document).encode())
     plots.save_figure(plot(results), arguments.out.with_suffix(".png"))
     print(table(baseline, results))
+    if models:
+        print(f"\n{beside_table(models)}")

@@ -31,7 +31,7 @@ from typing import Any
 
 from gear_offline import __version__
 from gear_offline.core.files import Closing
-from gear_offline.core.parts import admitted, learn
+from gear_offline.core.parts import admit_digests, admitted
 from gear_offline.core.text import first_line
 from gear_offline.errors import GearError, UnavailableError, package_needed
 
@@ -416,8 +416,8 @@ def _serve(connection: Connection[Any, Any]) -> None:
 def _answer(caller: Caller, request: bytes) -> bytes:
     """Do a job; return True, for its end, and its value or its `GearError`."""
     try:
-        name, arguments, words = pickle.loads(request)  # from our own caller only
-        learn(words)
+        name, arguments, digests = pickle.loads(request)  # from our own caller only
+        admit_digests(digests)
         module, _, function = name.partition(":")
         return pickle.dumps((True, getattr(import_module(module), function)(caller, *arguments)))
     except GearError as error:

@@ -229,10 +229,10 @@ def step_blocks(pieces: int, processors: int, *, models: int) -> int:
     return -(-pieces // turns)
 
 
-def laid_out_alike(one: Tensor, other: Tensor) -> bool:
+def laid_out_alike(tensor: Tensor, other: Tensor) -> bool:
     """Return true if the elements of two tensors of one shape lie in the same order.
 
     Strides of dimensions of size 1 mean nothing, and autograd does not keep them.
     """
-    strides = zip(one.shape, one.stride(), other.stride(), strict=True)
+    strides = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
     return all(size == 1 or first == second for size, first, second in strides)

@@ -161,7 +161,7 @@ def bounded(draw: UInt64Array, n: int | Int64Array) -> Int64Array:
 class GuidedSearch:
     """Finds for each value below ``2**bits`` the first number of an ascending table above it.
 
-    Places are at most `last`.  ``guide[i]`` is what is places for the value ``i << shift``.
+    Places are at most `last`.  ``guide[i]`` is the place of the value ``i << shift``.
     """
 
     def __init__(self, table: UInt64Array, *, last: int, bits: int = 64) -> None:

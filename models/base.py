@@ -366,18 +366,21 @@ def telling_model(model: SequenceModel, what: str, remedy: str = "") -> Iterator
 
 def make_model(kind: str, facts: ModelFacts, settings: Any) -> SequenceModel:
     """Return a new model, on torch's default device."""
-    made = model_class(kind)
+    kind_class = model_class(kind)
     if kind in MODELS.own:
-        model = made.build(facts, settings)
+        model = kind_class.build(facts, settings)
     else:
-        with telling(MODELS, f"making {made.__name__}", kind):
-            model = made.build(facts, settings)
+        with telling(MODELS, f"making {kind_class.__name__}", kind):
+            model = kind_class.build(facts, settings)
     if any(map(is_lazy, model.parameters())):
-        what = f"{made.__name__} has lazy modules, whose sizes no file of weights can tell"
+        what = f"{kind_class.__name__} has lazy modules, whose sizes no file of weights can tell"
         raise InputError("MODEL", what, kind, "give them sizes, as facts.state_dim")
     own = {*model._modules, *model._parameters, *model._buffers}
     if taken := sorted(own & {name for name in vars(SequenceModel) if name[0] != "_"}):
-        what, remedy = f"{made.__name__}.{taken[0]} is a method that all models have", "rename it"
+        what, remedy = (
+            f"{kind_class.__name__}.{taken[0]} is a method that all models have",
+            "rename it",
+        )
         raise InputError("MODEL", what, kind, remedy)
     model.part = kind, digest_of(kind) if is_part(kind) else ""
     return model
@@ -385,12 +388,12 @@ def make_model(kind: str, facts: ModelFacts, settings: Any) -> SequenceModel:
 
 def model_class(kind: str) -> type[SequenceModel]:
     """Return the class that ``model.kind`` names."""
-    found = find_part(MODELS, kind)
-    if not (isinstance(found, type) and issubclass(found, SequenceModel)):
+    part = find_part(MODELS, kind)
+    if not (isinstance(part, type) and issubclass(part, SequenceModel)):
         what = f"{kind} is no subclass of gear_offline.SequenceModel"
         remedy = "derive it from that class, which is a torch.nn.Module"
         raise InputError("MODEL", what, "model.kind", remedy)
-    return found
+    return part
 
 
 def typed_settings(settings: ModelSettings) -> Any:
@@ -398,19 +401,19 @@ def typed_settings(settings: ModelSettings) -> Any:
     if not isinstance(settings, OwnModelSettings):
         return settings
     wanted = model_class(settings.kind).Settings
-    given, known = settings.model_dump(mode="json"), option_names(wanted)
-    common = {name: given.pop(name, None) for name in ModelSettings.model_fields}
+    options, known = settings.model_dump(mode="json"), option_names(wanted)
+    common = {name: options.pop(name, None) for name in ModelSettings.model_fields}
     common.pop("inherited")
-    for name in given:
+    for name in options:
         if name not in known:
             near = nearest(name, known)
             hint = f"did you mean 'model.{near}'?" if near else f"{settings.kind} has "
             hint += "" if near else ", ".join(f"model.{n}" for n in known)
             raise InputError("RECIPE", f"unknown option 'model.{name}', {hint}", "model")
-    given |= {name: value for name, value in common.items() if name in known}
-    given = inherit(wanted, settings.inherited or {})[0] | given
+    options |= {name: value for name, value in common.items() if name in known}
+    options = inherit(wanted, settings.inherited or {})[0] | options
     try:
-        return TypeAdapter(wanted).validate_json(json.dumps(given))
+        return TypeAdapter(wanted).validate_json(json.dumps(options))
     except ValidationError as error:
         problems = (problem_text({**p, "loc": ("model", *p["loc"])}) for p in error.errors())
         raise InputError("RECIPE", "; ".join(problems), settings.kind) from error

@@ -163,14 +163,14 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
             self.steady = ("log_temperature",)
         self.attention: Attention = "auto"
         columns = InputColumn.of_config(config)
-        one: Any = {"frame_shape": columns[0].shape, "frame_dtype": columns[0].frames}
+        frame: Any = {"frame_shape": columns[0].shape, "frame_dtype": columns[0].frames}
         self.facts = ModelFacts(
             state_dim=sum(column.size for column in columns),
             action_dim=config.act_dim,
             discrete=discrete,
             frame_stack=max(column.stack for column in columns),
             observations=columns if len(columns) > 1 else (),
-            **one if columns[0].frames and len(columns) == 1 else {},
+            **frame if columns[0].frames and len(columns) == 1 else {},
             context_length=int(getattr(config, "context_length", 20)),
             max_timestep=config.max_ep_len,
             goals=self.goals,
@@ -277,8 +277,8 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
             state_preds, action_preds, return_preds, states_too, weights, hidden
         )
 
-    def _wants(self, name: str, given: bool | None) -> bool:
-        return bool(getattr(self.config, name) if given is None else given)
+    def _wants(self, name: str, argument: bool | None) -> bool:
+        return bool(getattr(self.config, name) if argument is None else argument)
 
     def features(self, states: Tensor | Mapping[str, Tensor]) -> Tensor:
         """Return the vectors of the states, (B, K, S) floating with S = ``config.state_dim``.

@@ -356,15 +356,15 @@ class Policy:
 
     def _seen(self, observations: Observations, count: int) -> dict[str, Array]:
         """Return observations as the model takes them: vectors (n, S), or frames (n, *frame)."""
-        given = dict(_leaves(observations)) or {next(iter(self.columns)): observations}
-        names = match_columns(self.columns, given)
+        columns = dict(_leaves(observations)) or {next(iter(self.columns)): observations}
+        names = match_columns(self.columns, columns)
         if missing := [name for name in self.columns if name not in names]:
-            what = f"no {', '.join(missing)} among {', '.join(given)}"
+            what = f"no {', '.join(missing)} among {', '.join(columns)}"
             remedy = f"give a mapping of {', '.join(self.columns)}"
             raise InputError("MODEL", what, "observations", remedy)
         seen = {}
         for scales, (name, column) in zip(self.window.columns, self.columns.items(), strict=True):
-            rows = column.rows(given[names[name]], count)
+            rows = column.rows(columns[names[name]], count)
             _check_finite(rows, "observation")
             seen[name] = rows if column.frames == "uint8" else scales.states(rows)
         return seen

@@ -23,7 +23,7 @@ from torch import Tensor
 from gear_offline.config.sections import EnvironmentOptions, Fraction, GoalSettings
 from gear_offline.core.files import new_directory, read_regular, write_file
 from gear_offline.core.hub import card
-from gear_offline.core.parts import is_part, trust
+from gear_offline.core.parts import is_part, readmit
 from gear_offline.core.text import LEAST, first_line, interval_text, printable, told_apart
 from gear_offline.errors import InputError, is_out_of_memory
 from gear_offline.models.base import MODELS, ModelTask, SequenceModel, remade
@@ -181,7 +181,7 @@ def _check_readable(model: SequenceModel, config: bytes, weights: Mapping[str, T
 def read_policy(folder: Path, kind: str | None = None) -> tuple[SequenceModel, PolicyFile]:
     """Return the model of a policy folder, on the CPU, and the rest; ``RUN_DAMAGED``.
 
-    `kind` is the owner's word for a model that is not of this package.
+    `kind` is named by the user where the model is not of this package.
     """
     try:
         file = PolicyFile.model_validate_json(read_regular(folder / POLICY, most=MAX_POLICY_BYTES))
@@ -215,7 +215,7 @@ def assemble(
     if "facts" in document:
         named = document["kind"]
         if kind is None and is_part(named):
-            trust({named: document["digest"]})
+            readmit({named: document["digest"]})
         is_own = (kind or named) in MODELS.own  # a user's may need memory when made
         with torch.device("meta") if is_own else torch.random.fork_rng([]):
             model = remade(document, kind or named)

@@ -36,8 +36,8 @@ class _InRow(torch.autograd.Function):
     """The identity with a contiguous gradient: autograd copies others one by one."""
 
     @staticmethod
-    def forward(ctx: Any, given: Tensor) -> Tensor:
-        return given.view_as(given)
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        return parameter.view_as(parameter)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override, unused-ignore]

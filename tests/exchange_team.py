@@ -187,7 +187,7 @@ class Player:
             return
         folder = self.folder / str(self.opened)
         folder.mkdir(exist_ok=True)
-        messages: Any = FolderWorld(self.rank, self.nodes, seconds, folder)
+        messages = FolderWorld(self.rank, self.nodes, seconds, folder)
         endpoint = Endpoint.open(timeout=seconds)
         self.exchange = RdmaExchange(held, self.landing, messages, endpoint)
 

@@ -188,6 +188,27 @@ def test_pairs_of_a_study_are_of_one_seed() -> None:
     assert many_seeds.table(base, [row]).splitlines()[-1] == line
 
 
+def test_models_are_compared_by_the_seeds_that_both_have() -> None:
+    def study(**settings: list[float]) -> dict[str, Any]:
+        seeds = range(3, 3 + len(next(iter(settings.values()))))
+        outcomes = [
+            {"label": label, "seeds": list(seeds), "final": {"values": values}}
+            for label, values in settings.items()
+        ]
+        return {"outcomes": [*outcomes, {"label": "failed", "final": None}]}
+
+    ours = study(all=[1.0, 2.0, 6.0, 100.0], other=[0.0] * 4)
+    rows = many_seeds.beside({"dt": ours, "bc": study(all=[2.0, 4.0, 7.0])})
+    assert [(row["model"], row["setting"]) for row in rows] == [("dt", "all"), ("bc", "all")]
+    versus = rows[1]["versus"]
+    test = stats.ttest_rel([2.0, 4.0, 7.0], [1.0, 2.0, 6.0])
+    assert versus["pairs"] == 3 and versus["mean"] == pytest.approx(4 / 3)
+    assert versus["holm_p"] == pytest.approx(test.pvalue)
+    low, high = test.confidence_interval(0.95)
+    line = f"| bc | all | 4 ± 6 | +1 ({low:+,.0f} to {high:+,.0f}) | {test.pvalue:.2g} |"
+    assert many_seeds.beside_table(rows).splitlines()[-1].replace("**", "") == line
+
+
 def test_seeds_of_a_model_in_several_files_are_one_row() -> None:
     def row(seeds: list[int], shares: list[float]) -> dict[str, Any]:
         tasks = [[share, 0.0] for share in shares]

@@ -47,7 +47,7 @@ def own(tmp_path: Path, monkeypatch: Patch) -> Iterator[Path]:
 
 def another_process(monkeypatch: Patch, home: Path | None = None) -> None:
     """Forget what this process has been told, as another one has not been."""
-    for name in ("_admitted", "_refused", "_words", "_live", "_modules"):
+    for name in ("_admitted", "_refused", "_typed", "_live", "_modules"):
         monkeypatch.setattr(parts, name, type(getattr(parts, name))())
     if home is not None:
         monkeypatch.setenv("XDG_STATE_HOME", str(home))

@@ -267,7 +267,7 @@ def _episodes(
                 start=int(worst["start"]),
             )
         )
-    return tuple(sorted(rows, key=lambda one: -one.adds))
+    return tuple(sorted(rows, key=lambda row: -row.adds))
 
 
 def _source(data: TableData, episode: int) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 
 from gear_offline.collect.record import Player, episode_plan
 from gear_offline.convert.append import Appender
-from gear_offline.core.parts import admit, part_name, trust
+from gear_offline.core.parts import admit, part_name, readmit
 from gear_offline.core.text import Document, count_text, say
 from gear_offline.core.types import Array
 from gear_offline.errors import InputError, given_path, json_options
@@ -101,7 +101,7 @@ def act(
         raise InputError("USAGE", what, remedy="give at least one actor and episode, no negatives")
     _wait_for_checkpoint(path, quiet=quiet)
     recipe = while_removed(lambda: chosen_checkpoint(path)).recipe
-    trust(recipe.trusted)
+    readmit(recipe.trusted)
     environment = part_name(environment)
     admit([environment])
     if recipe.data.admit_every is None or recipe.data.path is None:

@@ -1,7 +1,7 @@
 """A recipe: one YAML file that says data, loader, model, optimiser, training and evaluation.
 
 The classes are the list of all options, the text under each field is its documentation, and
-docs/index.md shows both as tables; ``recipe.train.steps`` is the option ``train.steps``.
+docs/hooks.py makes tables of both; ``recipe.train.steps`` is the option ``train.steps``.
 Everything is checked when a recipe is built: all that is wrong becomes one `InputError`.
 """
 
@@ -32,7 +32,7 @@ from gear_offline.config.sections import (
     TransformerSettings,
 )
 from gear_offline.config.strict_yaml import dump_yaml
-from gear_offline.core.parts import admit, is_part, part_name, trust
+from gear_offline.core.parts import admit, is_part, part_name, readmit
 from gear_offline.errors import InputError
 
 
@@ -150,7 +150,7 @@ class Recipe(Section):
 
     @property
     def trusted(self) -> dict[str, str | None]:
-        """Those, with the digests that somebody's word was for; None: nobody's."""
+        """Names and digests that a user has typed; None where nobody has."""
         return {name: self.parts.get(name) for name in self.part_names}
 
     @property
@@ -235,18 +235,23 @@ def load_recipe(recipe: Recipe | str | os.PathLike[str], overrides: Overrides = 
         name = recipe if isinstance(recipe, str) else Path(recipe)
         path = find_recipe(name)
         whole, of_run = read_recipe(path, overrides, where=str(name)), is_of_run(path)
-    names, known = whole.part_names, whole.parts
-    if not names and not known:
+    if not whole.part_names and not whole.parts:
         return whole
     typed = {part_name(value) for value in _leaves(apply_overrides({}, overrides))}
-    words = [name for name in names if name in typed or not (of_run or name in known)]
-    trust({name: digest for name, digest in whole.trusted.items() if name not in words})
-    digests = {name: known[name] for name in names if name in known} | admit(words)
-    return whole.model_copy(update={"parts": digests})
+    return _with_admitted_parts(whole, typed, of_run=of_run)
+
+
+def _with_admitted_parts(recipe: Recipe, typed: set[Any], *, of_run: bool) -> Recipe:
+    """Admit parts that the user typed here or in a recipe of his own; readmit those of a run."""
+    names, known = recipe.part_names, recipe.parts
+    own = [name for name in names if name in typed or not (of_run or name in known)]
+    readmit({name: digest for name, digest in recipe.trusted.items() if name not in own})
+    digests = {name: known[name] for name in names if name in known} | admit(own)
+    return recipe.model_copy(update={"parts": digests})
 
 
 def read_recipe(path: Path, overrides: Overrides = (), *, where: str = "") -> Recipe:
-    """Read a recipe file; nobody's word is taken for the parts that it names."""
+    """Read a recipe file; the parts that it names are not admitted."""
     options = {"name": path.stem, "description": ""} | with_bases(path)
     return Recipe.parse(apply_overrides(options, overrides), where=where or str(path))
 

@@ -1,10 +1,10 @@
 """Parts that users bring: models, strategies, environments, trackers, callbacks, edits of episodes.
 
 A part is named ``FILE.py:Name``, ``package.module:Name``, or by an entry point of an installed
-package.  Loading one runs its code, so the owner's word comes first.  A name that is typed, in a
-command, in Python or in a recipe of one's own, is `admit`\\ ted.  The word is kept in the user's
-home, with the digest of the file; a run keeps name and digest.  `trust` admits the names of a run
-whose files are the same.  `find_part` imports what is admitted, and nothing else.
+package.  Loading one runs its code, so it needs the user's permission.  Who types a name, in a
+command, in Python or in a recipe of his own, gives it (`admit`).  It is kept in his home, with the
+digest of the file; a run keeps name and digest.  `readmit` admits the names of a run whose files
+are the same.  `find_part` imports what is admitted, and nothing else.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Kind:
 
 _admitted: dict[str, str] = {}  # name -> digest: what this process may import
 _refused: dict[str, str] = {}  # name -> the reason, of those that a run names
-_words: set[tuple[str, str]] = set()  # names and digests that were typed here, or by the caller
+_typed: set[tuple[str, str]] = set()  # names and digests that were typed here, or by the caller
 _live: dict[str, Any] = {}  # objects of this process that no other one can import
 _modules: dict[str, tuple[str, ModuleType]] = {}  # file -> digest, module
 
@@ -100,7 +100,7 @@ def part_name(part: Any) -> Any:
     return f"{place}:{name}"
 
 
-def is_elsewhere(name: str) -> bool:
+def is_importable(name: str) -> bool:
     """Return true if other processes can import a part, too."""
     return name not in _live
 
@@ -127,10 +127,10 @@ def digest_of(name: str) -> str:
 
 
 def admit(names: Iterable[str]) -> dict[str, str]:
-    """Take the owner's word for names that were typed; return their digests."""
+    """Admit names that the user typed; return their digests."""
     digests = {name: digest_of(name) for name in names if is_part(name)}
-    new = set(digests.items()) - _words
-    learn(digests)
+    new = set(digests.items()) - _typed
+    admit_digests(digests)
     with suppress(OSError):
         if lines := [line for pair in sorted(new) if (line := json.dumps(pair)) not in _kept()]:
             _home().parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ def admit(names: Iterable[str]) -> dict[str, str]:
     return digests
 
 
-def trust(digests: Mapping[str, str | None]) -> None:
+def readmit(digests: Mapping[str, str | None]) -> None:
     """Admit the names of a run whose files are still the ones that were typed for it.
 
     None: the run does not say that they were.
@@ -149,7 +149,7 @@ def trust(digests: Mapping[str, str | None]) -> None:
         _admitted.pop(name, None)
         _refused.pop(name, None)
         file, now = file_of(name.rpartition(":")[0]), digest_of(name)
-        is_told = (name, digest) in _words or json.dumps([name, digest]) in known
+        is_told = (name, digest) in _typed or json.dumps([name, digest]) in known
         if is_told and digest == now:
             _admitted[name] = now
         elif is_told:
@@ -163,7 +163,7 @@ def _home() -> Path:
 
 
 def _kept() -> set[str]:
-    """Return the lines of the words that this user has given before."""
+    """Return the lines of the names and digests that this user has typed before."""
     with suppress(OSError):
         return set(_home().read_text("utf-8").splitlines())
     return set()
@@ -174,21 +174,21 @@ def admitted() -> dict[str, str]:
     return {name: digest for name, digest in _admitted.items() if name not in _live}
 
 
-def learn(digests: Mapping[str, str]) -> None:
-    """Take over the caller's word."""
-    _words.update(digests.items())
+def admit_digests(digests: Mapping[str, str]) -> None:
+    """Admit what this process, or the one that called it, was permitted to import."""
+    _typed.update(digests.items())
     _admitted.update(digests)
     for name in digests:
         _refused.pop(name, None)
 
 
-def has_word(name: str) -> bool:
-    """Return true if a name may be imported here."""
+def is_admitted(name: str) -> bool:
+    """Return true if this process may import a part."""
     return name in _admitted
 
 
-def has_module(module: str) -> bool:
-    """Return true if a part of a module may be imported."""
+def admits_module(module: str) -> bool:
+    """Return true if this process may import a part of a module."""
     return any(name.rpartition(":")[0] == module for name in _admitted)
 
 
@@ -200,7 +200,7 @@ def find_part(kind: Kind, name: object) -> Any:
         own = kind.own[name]
         return _attribute(kind, own) if isinstance(own, str) else own
     if is_part(name):
-        check_word(kind, name)
+        check_admitted(kind, name)
         return _live[name] if name in _live else _attribute(kind, name)
     for entry in kind.installed:
         if entry.name == name:
@@ -213,7 +213,7 @@ def find_part(kind: Kind, name: object) -> Any:
     raise InputError(kind.code, f"no {kind.noun} {name!r}", kind.option, remedy)
 
 
-def check_word(kind: Kind, name: str) -> None:
+def check_admitted(kind: Kind, name: str) -> None:
     """Refuse to import what only a run, a dataset or a policy folder names."""
     if name not in _admitted:
         what = f"{name!r} would import a module that only a run, a dataset or a policy names"

@@ -21,18 +21,15 @@ from importlib import import_module
 from ipaddress import IPv6Address
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import psutil
 
-from gear_offline.distributed import INTERFACE_VARIABLE
+from gear_offline.distributed import INTERFACE_VARIABLE, together
 from gear_offline.distributed.reads import NodeRows, Reads, as_bytes
 from gear_offline.errors import GearError, UnavailableError
-
-if TYPE_CHECKING:
-    from gear_offline.distributed.world import World
 
 DEVICES = Path("/sys/class/infiniband")
 IN_FLIGHT = 1024  # reads of one rank, where the device allows it
@@ -57,6 +54,18 @@ class Memory(NamedTuple):
     key: int
 
 
+class Ranks(Protocol):
+    """The part of a `World` that reads need; the module of `World` imports torch."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def nodes(self) -> tuple[int, ...]: ...
+    @property
+    def timeout(self) -> float: ...
+    def gather(self, value: Any) -> list[Any]: ...
+
+
 class RdmaExchange:
     """An `Exchange` by RDMA reads; `endpoint` belongs to it from now on."""
 
@@ -66,7 +75,7 @@ class RdmaExchange:
         self,
         node_rows: NodeRows,
         landing: tuple[npt.NDArray[np.generic], ...],
-        world: World,
+        world: Ranks,
         endpoint: Endpoint,
     ) -> None:
         self._world, self._node_rows, self._endpoint = world, node_rows, endpoint
@@ -75,14 +84,14 @@ class RdmaExchange:
         self._left: dict[int, int] = {}  # reads of a posted block that are not done
         self._broken = False
         # What peers read when they close, and where this rank reads theirs.
-        self._done, self._others_done = np.zeros(1, np.uint8), np.zeros(world.size, np.uint8)
+        self._done, self._others_done = np.zeros(1, np.uint8), np.zeros(len(world.nodes), np.uint8)
         self._peers = [r for r, n in enumerate(world.nodes) if n != world.nodes[world.rank]]
         try:
-            offers = world.together(self._offer)
+            offers = together(world.gather, self._offer)
             # Of each rank: its column groups, then its flag.
             self._sources = [[Memory(*region) for region in regions] for regions, _ in offers]
             # Nobody reads before everybody answers.
-            world.together(lambda: self._connect([pairs for _, pairs in offers]))
+            together(world.gather, lambda: self._connect([pairs for _, pairs in offers]))
         except BaseException:
             endpoint.close()
             raise

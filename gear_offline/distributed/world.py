@@ -107,22 +107,6 @@ class World:
         sizes = zip(self.gather_tensor(padded), lengths, strict=True)
         return [json.loads(text[:length].numpy().tobytes()) for text, length in sizes]
 
-    def together(self, make: Callable[[], Any]) -> list[Any]:
-        """Return the JSON-able results of `make` on all ranks; an error of one is one of all."""
-        result, error = None, None
-        try:
-            result = make()
-        except GearError as caught:
-            error = caught
-        answers = self.gather([error and error.what, result])
-        if error is not None:
-            raise error
-        for rank, (failure, _) in enumerate(answers):
-            if failure is not None:
-                what, remedy = f"rank {rank} failed: {failure}", "see its own message"
-                raise GearError("RANK_FAILED", what, remedy=remedy)
-        return [answer for _, answer in answers]
-
     def lead(self, make: Callable[[], T], *, leader: int = 0) -> T | None:
         """Return the result of `make` on `leader` (of each rank's choice), ``None`` on the others.
 
@@ -405,7 +389,7 @@ def resolve_device(device: str | torch.device, *, where: str = "") -> torch.devi
             raise TypeError("batches are made by a CPU or a GPU")
     except (RuntimeError, TypeError) as error:
         remedy = "use one that torch has here, such as 'auto', 'cpu', 'cuda' or 'cuda:0'"
-        raise InputError("LOADER_OPTION", f"{device=} is not usable", remedy=remedy) from error
+        raise InputError("LOADER_OPTION", f"{device=} is not usable", where, remedy) from error
     if resolved.type == "cuda" and not torch.cuda.is_available():
         what = f"device {str(device)!r} was asked for and no CUDA device is available"
         remedy = f"use {where or 'device'}=auto or cpu, or run gear-offline doctor"

@@ -1,8 +1,8 @@
 """Gymnasium environments: their names, making them, what a policy has to know of them.
 
 An id ``module:Name-v0`` imports a module, ``FILE.py:Name`` a file, which has an environment's class
-or registers one.  That takes the owner's word (`gear_offline.core.parts`): an id that only a run or
-a dataset names imports nothing.
+or registers one.  That needs the user's permission (`gear_offline.core.parts`): an id that only a
+run or a dataset names imports nothing.
 
 An environment is a stranger's code.  `guarded` calls it: whatever it raises is an ``ENVIRONMENT``
 error.  `Environment` refuses values that Gymnasium's interface does not have.
@@ -39,10 +39,10 @@ from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_i
 from gear_offline.core.files import Closing
 from gear_offline.core.parts import (
     Kind,
-    check_word,
-    has_module,
-    has_word,
-    is_elsewhere,
+    admits_module,
+    check_admitted,
+    is_admitted,
+    is_importable,
     own_lines,
     part_module,
 )
@@ -286,8 +286,8 @@ def make_environment(
     """Make one Gymnasium environment, with one clear error when that is not possible."""
     module, colon, name = environment_id.rpartition(":")
     spec: Any = name
-    if colon and (has_word(environment_id) or module not in sys.modules):
-        check_word(ENVIRONMENTS, environment_id)
+    if colon and (is_admitted(environment_id) or module not in sys.modules):
+        check_admitted(ENVIRONMENTS, environment_id)
         own = _maker(environment_id)
         spec = EnvSpec(id=name, entry_point=own) if own else name
     how = {**(options or {}), **more}
@@ -343,7 +343,7 @@ def _wrapped(
     home = (
         gymnasium.wrappers if module.startswith("gymnasium.wrappers") else sys.modules.get(module)
     )
-    is_known = home is gymnasium.wrappers or has_module(module)
+    is_known = home is gymnasium.wrappers or admits_module(module)
     kind: Any = getattr(home, own, None) if is_known else None
     is_wrapper = isinstance(kind, type) and issubclass(kind, gymnasium.Wrapper)
     if kwargs is None or not is_wrapper or own.startswith("Record"):  # these write files
@@ -476,7 +476,7 @@ def unregistered(name: str) -> str | None:
 def versioned_id(name: str) -> str:
     """Return the id of the newest version here for a name without one; others as they are."""
     module, colon, known = name.rpartition(":")
-    if has_word(name) and _maker(name):
+    if is_admitted(name) and _maker(name):
         return name
     try:
         space, bare, version = parse_env_id(known)
@@ -521,10 +521,10 @@ class Known:
 
 def known_of(environment_id: str, options: Options | None = None) -> Known | None:
     """Describe an environment for another process; None if only this one can make it."""
-    if not is_elsewhere(environment_id):
+    if not is_importable(environment_id):
         return None
     module, _, name = environment_id.rpartition(":")
-    if has_word(environment_id):  # as other processes hear, too
+    if is_admitted(environment_id):  # as other processes hear, too
         return Known(environment_id, json.dumps(options or {}))
     spec, how = gymnasium.registry.get(name), json.dumps(options or {})
     if module or spec is None or is_atari(name):  # the error of making it is the same everywhere

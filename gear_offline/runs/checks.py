@@ -9,7 +9,7 @@ from gear_offline.collect.policies import quality_parts
 from gear_offline.config.problems import nearest
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings, ModelSettings, OwnModelSettings, inherit
-from gear_offline.core.parts import Kind, find_part, has_word, part_module
+from gear_offline.core.parts import Kind, find_part, is_admitted, part_module
 from gear_offline.core.text import say
 from gear_offline.dataset.scores import dataset_names, reference_scores
 from gear_offline.errors import InputError, UnavailableError, check_environment_id
@@ -91,7 +91,7 @@ def _check_collect(settings: CollectSettings, where: str) -> None:
 
 def _check_environment(name: str, key: str, where: str) -> None:
     place = f"{where}: {key}" if where else key
-    if has_word(name):
+    if is_admitted(name):
         part_module(ENVIRONMENTS, name)
         return
     check_environment_id(name, where=place)

@@ -25,7 +25,7 @@ import torch
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import Closing
 from gear_offline.core.interruption import Aborted, StopRequest
-from gear_offline.core.parts import is_elsewhere
+from gear_offline.core.parts import is_importable
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text, finite
 from gear_offline.distributed.world import World
@@ -97,7 +97,7 @@ def plan_evaluations(
         too_large = on_gpu and parameters > most
         wanted = spare > 0 and not at_the_end and not too_large
     can = all(known_of(task.environment, task.environment_options) for task in tasks)
-    can &= is_elsewhere(recipe.model.kind)
+    can &= is_importable(recipe.model.kind)
     if not (wanted and can and tasks):
         return EvaluationPlan(workers=0, threads=torch.get_num_threads(), device=where, cores=None)
     if where.type == "cuda":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from gear_offline.config.recipe import Recipe, read_recipe
-from gear_offline.core.parts import trust
+from gear_offline.core.parts import readmit
 from gear_offline.core.text import number_text
 from gear_offline.errors import InputError, given_path
 from gear_offline.progress import Printed, Terminal, print_table
@@ -75,7 +75,7 @@ class Run(os.PathLike[str]):
     def recipe(self) -> Recipe:
         """Its recipe, with the values that come from the data filled in."""
         recipe = read_recipe(self.path / "recipe.yaml")
-        trust(recipe.trusted)
+        readmit(recipe.trusted)
         return recipe
 
     @property

@@ -19,7 +19,7 @@ import torch
 from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.strict_yaml import whole_number
-from gear_offline.core.parts import is_elsewhere
+from gear_offline.core.parts import is_importable
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text, first_line, plain, say
 from gear_offline.distributed import launched
@@ -169,7 +169,7 @@ def run_trials(
         played = [recipe.environments for recipe in resolved.values() if recipe.plays]
         known = [known_of(name) for name in dict.fromkeys(chain(*played))]
         own = {name for recipe in resolved.values() for name in recipe.part_names}
-        is_bound = None in known or not all(map(is_elsewhere, own))
+        is_bound = None in known or not all(map(is_importable, own))
         if is_bound and device.type != "cuda" and pool is None:  # only this process has it
             parallel = 1
         stack.enter_context(directory.hold())

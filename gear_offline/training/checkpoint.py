@@ -102,11 +102,11 @@ class Checkpoint:
 
 
 class UnreadableCheckpoint(InputError):
-    """``RUN_DAMAGED`` of one that may be whole: an older one in its place would undo its work."""
+    """The ``RUN_DAMAGED`` of a checkpoint that may be whole; no older one takes its place."""
 
 
 class RemovedCheckpoint(UnreadableCheckpoint):
-    """``RUN_NOT_FOUND`` of one that was there when the folder was listed, or chosen from it."""
+    """The ``RUN_NOT_FOUND`` of a checkpoint that was removed after it was chosen."""
 
 
 def while_removed(read: Callable[[], T]) -> T:

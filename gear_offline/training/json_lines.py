@@ -93,7 +93,7 @@ def truncate_records(folder: Path, *, last_step: int) -> None:
 
 
 class AppendedFile(Closing):
-    """A file that nothing is taken from, made when missing; to append is one system call."""
+    """A file that is only appended to, each time by one system call; it is made when missing."""
 
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW

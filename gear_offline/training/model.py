@@ -178,22 +178,22 @@ def try_model(
     shape = (2, facts.context_length)
     states = facts.states(torch.zeros((*shape, facts.state_width), device=device))
     numbers = torch.zeros(shape, dtype=torch.int64, device=device)
-    one = torch.zeros((*shape, 1), device=device)
-    actions = numbers if facts.discrete else one.repeat(1, 1, facts.action_dim)
+    zeros = torch.zeros((*shape, 1), device=device)
+    actions = numbers if facts.discrete else zeros.repeat(1, 1, facts.action_dim)
     goals = states[:, :1] if facts.goals else None
     bounds = torch.arange(1, len(facts.tasks), device=device) if len(facts.tasks) > 1 else None
     batch = Batch(
         states=states,
         actions=actions,
-        rewards=one if rewards else None,  # type: ignore[arg-type]
-        returns_to_go=one if rewards else None,  # type: ignore[arg-type]
+        rewards=zeros if rewards else None,  # type: ignore[arg-type]
+        returns_to_go=zeros if rewards else None,  # type: ignore[arg-type]
         timesteps=torch.arange(shape[1], device=device).expand(shape),
         attention_mask=numbers + 1,
         segments=torch.zeros((2, 2), dtype=torch.int64, device=device),
         extras={} if goals is None else {GOALS: goals},
         task_bounds=bounds,
     )
-    asked = None if facts.goals else one
+    asked = None if facts.goals else zeros
     window = PlayedWindow(states, actions, asked, goals, batch.timesteps, numbers[:, 0])
     kept = [buffer.clone() for buffer in model.buffers()]
     devices = [device] if device.type == "cuda" else []
@@ -204,8 +204,8 @@ def try_model(
         values: Any = list(losses.values()) if isinstance(losses, dict) else [losses]
         wrong = [x for x in values if not isinstance(x, Tensor) or x.shape != shape]
         if wrong or not values or not isinstance(losses, dict):
-            found = [tuple(getattr(x, "shape", ())) or type(x).__name__ for x in wrong or values]
-            what = f"losses() gave {type(losses).__name__} of {found}, not a dict of tensors "
+            shapes = [tuple(getattr(x, "shape", ())) or type(x).__name__ for x in wrong or values]
+            what = f"losses() gave {type(losses).__name__} of {shapes}, not a dict of tensors "
             what += f"(B, K), here {shape}"
             remedy = 'return {"action": ((predicted - batch.actions) ** 2).mean(-1)}'
             raise InputError("MODEL", what, name, remedy)

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from gear_offline.core.files import writing
+from gear_offline.distributed import together
 from gear_offline.distributed.world import World, peers
 from gear_offline.errors import InputError
 from gear_offline.models.tensor_file import FileFacts, write_tensors
@@ -73,7 +74,7 @@ class ShardWriter:
                 folder.mkdir(parents=True, exist_ok=True)
                 return name, write_tensors(folder / name, pieces, metadata).model_dump()
 
-        return {name: FileFacts(**facts) for name, facts in self._world.together(write)}
+        return {name: FileFacts(**facts) for name, facts in together(self._world.gather, write)}
 
 
 def _check_all_see(world: World, folder: Path) -> None:

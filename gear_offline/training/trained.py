@@ -13,7 +13,7 @@ import torch
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.hub import PREFIX, fetch, is_hub
-from gear_offline.core.parts import admit, digest_of, part_name, trust
+from gear_offline.core.parts import admit, digest_of, part_name, readmit
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError, given_path
 from gear_offline.models.base import MODELS, SequenceModel
@@ -149,7 +149,7 @@ def load_policy(
 
 
 def typed_model(model: Any) -> str | None:
-    """Take the owner's word for a model, if it is given; return its name."""
+    """Admit a model that the user names; return its name."""
     kind: str | None = part_name(model)
     admit([kind] if kind else [])
     return kind
@@ -164,7 +164,7 @@ def find_trained(
 ) -> TrainedModel:
     """Return the model of a run, a checkpoint or a policy folder, here or on the Hub.
 
-    `model` is the owner's word for one that is not of this package.
+    `model` is named by the user where it is not of this package.
     """
     kind = typed_model(model)
     path = given_path(given, "RUN_NOT_FOUND", where="run")
@@ -194,7 +194,7 @@ def _by_itself(made: SequenceModel, window: Window, facts: PolicyFacts, path: st
     evaluate["targets"] = list(facts.targets) or None
     options = {"name": "policy", "loader": loader, "evaluate": evaluate}
     recipe = Recipe.parse(options, where=str(path))
-    trust({name: digest_of(name) for name in recipe.part_names})  # as they were typed here before
+    readmit({name: digest_of(name) for name in recipe.part_names})  # as they were typed here before
     return TrainedModel(made, recipe, window, facts)
 
 
@@ -215,7 +215,7 @@ def _achieved(trained: TrainedModel, task: str | None) -> tuple[Achieved, ...]:
 def trained_model(checkpoint: Checkpoint, kind: str | None = None) -> TrainedModel:
     """Return the model of a checkpoint, on the CPU; what does not fit together is damaged."""
     weights = checkpoint.weights()
-    trust({name: each for name, each in checkpoint.recipe.trusted.items() if name != kind})
+    readmit({name: each for name, each in checkpoint.recipe.trusted.items() if name != kind})
     try:
         model = assemble(checkpoint.config, weights, kind)
     except Exception as error:  # a library's own checks raise what they like

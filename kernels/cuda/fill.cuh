@@ -31,27 +31,27 @@ struct Group {
 
 struct Job {
     u64 seed;
-    const u64* counter;  // step on the device, or null
-    u64 first_step;      // step of the first segments where there is no counter
-    const i64* offsets;     // (E + 1,)
-    i64 episodes;           // E
-    const i64* chosen;      // (segments, 4) of HOST_DRAWN ones: episode, start, steps of the window at most,
-                            // and the landing row of the start or -1
-    i64 ring;               // steps that `chosen` has segments of: step s is entry s % ring; or 0
-    i64 rank_batch;         // B
-    i64 first_slot;         // of this rank in the global batch
-    i64 segments;           // B times the steps of this launch
-    i64 span;               // K
-    i64 left;               // padding on the left
-    i64 tasks;              // of a segment
+    const u64* counter;       // step on the device, or null
+    u64 first_step;           // step of the first segments where there is no counter
+    const i64* offsets;       // (E + 1,)
+    i64 episodes;             // E
+    const i64* chosen;        // (segments, 4) of HOST_DRAWN ones: episode, start, steps of the window at most,
+                              // and the landing row of the start or -1
+    i64 ring;                 // steps that `chosen` has segments of: step s is entry s % ring; or 0
+    i64 rank_batch;           // B
+    i64 first_slot;           // of this rank in the global batch
+    i64 segments;             // B times the steps of this launch
+    i64 span;                 // K
+    i64 left;                 // padding on the left
+    i64 tasks;                // of a segment
     i64 groups;
-    i64 per_warp;           // segments of a warp, where windows are short and many
-    i64* timesteps;         // (segments, K)
-    i64* mask;              // (segments, K)
-    i64* names;             // (segments, 2)
-    u64* ticket;            // blocks that have read the counter
-    i64 global_batch;       // slots of the global batch
-    double* chances;        // (segments,) or null: the probability of each segment in its slot
+    i64 per_warp;             // segments of a warp, where windows are short and many
+    i64* timesteps;           // (segments, K)
+    i64* mask;                // (segments, K)
+    i64* names;               // (segments, 2)
+    u64* ticket;              // blocks that have read the counter
+    i64 global_batch;         // slots of the global batch
+    double* chances;          // (segments,) or null: the probability of each segment in its slot
     Sampling sampling;
     Group group[MAX_GROUPS];
 };
@@ -175,7 +175,7 @@ GEAR_CODE float half_to_float(u16 bits) {  // exact
     return result.number;
 }
 
-// One rounding, as gear_offline.kernels.columns.convert: normalised in float64, or cast directly.
+// One rounding, as gear_offline.kernels.columns.final_values: normalised in float64, or cast directly.
 template <typename Source>
 GEAR_CODE void cast_one(const Group& group, Source value, i64 column, i64 at) {
     if (group.to_int64)

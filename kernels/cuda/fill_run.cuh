@@ -131,12 +131,12 @@ GEAR_CODE const Job& job_of(const Live& live) { return *live.job; }
 
 }  // namespace gear
 
-// Two kernels of a source; `every` as `choose` has it, `Given` a `Job` or `Live`.
-#define GEAR_KERNEL(name, run, every, Given)                                              \
+// Two kernels of a source; `every` as `choose` has it, `Source` a `Job` or `Live`.
+#define GEAR_KERNEL(name, run, every, Source)                                             \
     extern "C" __global__ void __launch_bounds__(256)                                     \
-        name(const __grid_constant__ gear::Given given) {                                 \
-        gear::run<every>(gear::job_of(given));                                            \
+        name(const __grid_constant__ gear::Source source) {                               \
+        gear::run<every>(gear::job_of(source));                                           \
     }
-#define GEAR_KERNELS(source, every, Given)                                                \
-    GEAR_KERNEL(source##_each, run_each, every, Given)                                    \
-    GEAR_KERNEL(source##_many, run_many, every, Given)
+#define GEAR_KERNELS(source, every, Source)                                                \
+    GEAR_KERNEL(source##_each, run_each, every, Source)                                    \
+    GEAR_KERNEL(source##_many, run_many, every, Source)
