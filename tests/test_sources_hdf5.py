@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from gear_offline.convert.conversion import convert
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source
-from gear_offline.sources.episode_ends import PAIRS
+from gear_offline.sources.flags import PAIRS
 from tests.hdf5_files import Columns, assert_same, naive_episodes, table, write
 from tests.support import one_error, refused
 

@@ -48,7 +48,13 @@ from gear_offline.dataset.manifest import (
     is_only_dataset,
 )
 from gear_offline.dataset.schema import ColumnSpec, TableSpec
-from gear_offline.dataset.scores import RewardEdit, find_edit, known_scores, reference_scores
+from gear_offline.dataset.scores import (
+    ReferenceScores,
+    RewardEdit,
+    find_edit,
+    known_scores,
+    reference_scores,
+)
 from gear_offline.dataset.shard import RESERVED_NAMES, digest
 from gear_offline.dataset.statistics import distribution
 from gear_offline.errors import InputError, check_environment_id, given_path, json_options
@@ -190,9 +196,9 @@ def convert(
     check_environment_id(environment, where="environment")
     target = given_path(out, "OUTPUT_WRITE", where="out")
     path = None if isinstance(source, Source) else source
-    named = path is not None and isinstance(map, str | None)  # so that any process can open it
-    several = workers > 1 or ray is not None
-    _check_options(shard_bytes, block_bytes, workers, usable=named or not several)
+    is_parallel = workers > 1 or ray is not None
+    can_reopen = path is not None and isinstance(map, str | None)  # in any process
+    _check_options(shard_bytes, block_bytes, workers, usable=can_reopen or not is_parallel)
     asked, (columns, names) = columns, _split_names(columns, rename or {})
     if isinstance(source, Source) and (rule or ends):
         remedy = "give rule to from_arrays or open_source"
@@ -203,17 +209,7 @@ def convert(
         if isinstance(source, Source):
             source = turned(with_columns(source, names))
         else:
-            # other columns may be named in place of observations
-            others = columns is not None and REQUIRED[0] not in {n.split("/")[0] for n in columns}
-            how: dict[str, Any] = {"rule": rule, "partial": map is not None or others}
-            opened = stack.enter_context(open_source(source, names=names, **how))
-            facts, there = opened.info.attributes, {column.name for column in opened.spec}
-            parts = [split_names(of) for of in facts.get("columns_from", {}).values()]
-            hidden = {*facts.get("left_out", ()), *chain(*parts)} - there
-            if more := hidden.intersection(columns or ()):  # decoded, or taken apart, as asked for
-                names |= {name: name for name in more}
-                opened = stack.enter_context(open_source(source, names=names, **how))
-            source = opened
+            source, names = _opened(stack, source, names, columns, rule, partial=map is not None)
         if source.info.format != "gear":  # of which it was said when they were made
             late = late_rows(kinds_of(source)) if shift is None else []
             source.warn(*_looks_wrong(source), *late)
@@ -246,7 +242,7 @@ def convert(
         total = source.spec.steps * sum(c.step_bytes for c in plan.columns)
         progress = Progress(f"convert {info.uri}", total=total, unit="bytes", quiet=quiet)
         advance = stack.enter_context(progress).advance
-        if path is not None and several and plan.shards > 1:
+        if path is not None and is_parallel and plan.shards > 1:
             moved, function = tuple((shift or {}).items()), str(map) if map else None
             opening = Opening(path, rule, tuple(names.items()), moved, function, kept)
             written = write_in_processes(opening, plan, workers, ray, advance)
@@ -257,13 +253,7 @@ def convert(
             source.warn("files of the same content: episodes are there twice, which audit names")
         for file in info.files:
             file.open().close()  # refuses one that has changed
-        for name in (info.reference_name, environment, info.environment_id):
-            scores = scores or info.scores or (reference_scores(name) if name else None)
-        options = info.environment_options if environment in (None, info.environment_id) else {}
-        if environment_options is not None:
-            options = json_options(environment_options)
-        name = environment or info.environment_id
-        recorded = RecordedEnvironment(id=name, options=dict(options), reference_scores=scores)
+        recorded = _environment(info, environment, environment_options, scores)
         manifest = _manifest(source, plan, written, files, recorded)
         if map is not None:
             before = whole if kept is None else pick_episodes(whole, np.frombuffer(kept, np.bool_))
@@ -275,6 +265,48 @@ def convert(
     for line in lines:
         say(line, quiet=quiet)
     return manifest
+
+
+def _opened(
+    stack: ExitStack,
+    source: Any,
+    names: dict[str, str],
+    columns: Sequence[str] | None,
+    rule: str | None,
+    *,
+    partial: bool,
+) -> tuple[Source, dict[str, str]]:
+    """Open a source, and return the names that it is read by.
+
+    Columns that it leaves out, or takes apart, unless they are asked for are among them then.
+    """
+    # other columns may be named in place of observations
+    others = columns is not None and REQUIRED[0] not in {name.split("/")[0] for name in columns}
+    how: dict[str, Any] = {"rule": rule, "partial": partial or others}
+    opened = stack.enter_context(open_source(source, names=names, **how))
+    facts, there = opened.info.attributes, {column.name for column in opened.spec}
+    parts = [split_names(of) for of in facts.get("columns_from", {}).values()]
+    hidden = {*facts.get("left_out", ()), *chain(*parts)} - there
+    if more := hidden.intersection(columns or ()):
+        names = names | {name: name for name in more}
+        opened = stack.enter_context(open_source(source, names=names, **how))
+    return opened, names
+
+
+def _environment(
+    info: SourceInfo,
+    environment: str | None,
+    options: Mapping[str, Any] | None,
+    scores: ReferenceScores | None,
+) -> RecordedEnvironment:
+    """Return the environment that the caller names, or the source; with its reference scores."""
+    for name in (info.reference_name, environment, info.environment_id):
+        scores = scores or info.scores or (reference_scores(name) if name else None)
+    how = info.environment_options if environment in (None, info.environment_id) else {}
+    if options is not None:
+        how = json_options(options)
+    name = environment or info.environment_id
+    return RecordedEnvironment(id=name, options=dict(how), reference_scores=scores)
 
 
 def options_text(**options: str | Sequence[str] | None) -> list[str]:

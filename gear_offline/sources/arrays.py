@@ -18,9 +18,11 @@ from gear_offline.errors import InputError, check_environment_id
 from gear_offline.sources.base import Piece, Source, SourceInfo
 from gear_offline.sources.columns import common_columns, row_kinds
 from gear_offline.sources.combine import turned
-from gear_offline.sources.episode_ends import FLAGS, MARK, MEANING, SCALARS, flag_values, judge_ends
+from gear_offline.sources.episode_ends import judge_ends
+from gear_offline.sources.flags import FLAGS, MEANING, SCALARS, flag_values
 from gear_offline.sources.flat import flat_source
 from gear_offline.sources.input_files import check_kind, misfit
+from gear_offline.sources.row_marks import MARK
 
 METADATA = "metadata"
 OBSERVATIONS, NEXT_OBSERVATIONS = "observations", "next_observations"
@@ -161,7 +163,7 @@ def read_episodes(
     episodes: Iterable[Mapping[str, Any]],
 ) -> tuple[list[Columns], BoolArray, list[str]]:
     """Return the columns of at least one episode, which terminated, and what is not known."""
-    read = [_read_episode(episode, f"episode {n}") for n, episode in enumerate(episodes)]
+    read = [read_episode(episode, f"episode {n}") for n, episode in enumerate(episodes)]
     if not read:
         raise misfit("there are no episodes", remedy="give at least one")
     ends = [end_flags(arrays, f"episode {number}") for number, arrays in enumerate(read)]
@@ -189,7 +191,7 @@ def end_flags(episode: Mapping[str, Any], where: str = "an episode") -> dict[str
     return {name: bool(rows[-1:].any()) for name, rows in flags.items()}
 
 
-def _read_episode(episode: Mapping[str, Any], where: str) -> Columns:
+def read_episode(episode: Mapping[str, Any], where: str) -> Columns:
     """Return an episode's columns, and flags that are one value."""
     if not isinstance(episode, Mapping):
         raise misfit(f"an episode is a {type(episode).__name__}", where, f"give {_ONE_EACH}")

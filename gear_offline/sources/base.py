@@ -30,7 +30,7 @@ from gear_offline.core.types import Array, BoolArray
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.dataset.scores import ReferenceScores
 from gear_offline.sources.columns import Kinds, kinds_of, legal_names
-from gear_offline.sources.episode_ends import SCALARS
+from gear_offline.sources.flags import SCALARS
 from gear_offline.sources.input_files import InputFile, damage_told, misfit
 
 READ_BYTES = 8 << 20  # a read of about this size amortises the call

@@ -24,8 +24,8 @@ from gear_offline.dataset.schema import ColumnSpec, channels_last, chosen_episod
 from gear_offline.errors import InputError
 from gear_offline.sources.base import Piece, Source, SourceInfo
 from gear_offline.sources.columns import Kinds, common_columns, kinds_of, some_names, split_names
-from gear_offline.sources.episode_ends import split_values
 from gear_offline.sources.input_files import InputFile, check_kind, misfit
+from gear_offline.sources.rules import split_values
 
 MOST_NAMED = 20  # parts that a joined source describes one by one
 

@@ -23,8 +23,9 @@ from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.progress import Progress
 from gear_offline.sources.base import Source
 from gear_offline.sources.columns import names_after
-from gear_offline.sources.episode_ends import ARTIFICIAL, TERMINAL_FLAGS, TIME_FLAGS
+from gear_offline.sources.flags import TERMINAL_FLAGS, TIME_FLAGS
 from gear_offline.sources.hdf5 import Hdf5Dataset
+from gear_offline.sources.rules import ARTIFICIAL
 
 SERVER = "http://rail.eecs.berkeley.edu/datasets/offline_rl/"  # d4rl/infos.py; it has no https
 TIMEOUT_SECONDS = 30.0

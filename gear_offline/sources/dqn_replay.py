@@ -23,7 +23,7 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.sources.base import Asked, Piece, Source, SourceInfo
 from gear_offline.sources.columns import Kinds, can_be_column, kinds_of, row_kinds
-from gear_offline.sources.episode_ends import BLOCK_ROWS
+from gear_offline.sources.flags import BLOCK_ROWS
 from gear_offline.sources.input_files import InputFile, files_in, misfit
 from gear_offline.sources.npz import Member, reopened
 

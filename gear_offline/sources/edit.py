@@ -29,7 +29,7 @@ from gear_offline.sources.arrays import SAME, Columns, as_rows
 from gear_offline.sources.base import Piece, Source
 from gear_offline.sources.columns import common_columns, kinds_of, row_kinds, some_names
 from gear_offline.sources.combine import pick_episodes
-from gear_offline.sources.episode_ends import FLAGS
+from gear_offline.sources.flags import FLAGS
 from gear_offline.sources.input_files import misfit
 
 WINDOW_BYTES = 32 << 20  # of episodes that are in memory for a function; a longer one alone

@@ -28,10 +28,10 @@ from gear_offline.errors import InputError
 from gear_offline.sources.base import READ_BYTES, Asked, Piece, Source, SourceInfo
 from gear_offline.sources.columns import row_kinds, split_names
 from gear_offline.sources.combine import observation_vectors
-from gear_offline.sources.episode_ends import runs
 from gear_offline.sources.input_files import InputFile, by_number, damage_told, misfit
 from gear_offline.sources.parquet import Column, ParquetFile, is_numeric, step_rows
 from gear_offline.sources.pictures import image_pixels, video_frames
+from gear_offline.sources.row_marks import runs
 
 INFO = Path("meta", "info.json")
 MAX_INFO_BYTES = 64 << 20

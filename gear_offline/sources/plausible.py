@@ -9,7 +9,9 @@ import numpy as np
 
 from gear_offline.core.types import Array, BoolArray, Int64Array
 from gear_offline.sources.d4rl import FAMILIES
-from gear_offline.sources.episode_ends import FLAGS, SPLIT, TERMINAL_FLAGS, row_marks
+from gear_offline.sources.flags import FLAGS, TERMINAL_FLAGS
+from gear_offline.sources.row_marks import row_marks
+from gear_offline.sources.rules import SPLIT
 
 SAME_LENGTH = 5  # episodes that end as terminated at the greatest length
 LATE = ("is_first", "step_type", "discount")  # of layouts whose last row is an observation alone

@@ -1,0 +1,112 @@
+"""Marks: columns that tell where episodes are by values other than a flag's true and false.
+
+A mark is the part ``KIND:COLUMN`` or ``KIND:COLUMN=VALUE`` of a rule: the ``starts`` or ``lengths``
+of the episodes, ``ids`` of the episode of each row, the value of ``first`` or ``last`` rows.
+
+Shape legend: N rows, E episodes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from gear_offline.core.types import Array, Int64Array
+from gear_offline.errors import InputError
+from gear_offline.sources.flags import blocks_of, true_rows
+from gear_offline.sources.input_files import misfit
+
+MARK = re.compile(r"(starts|lengths|ids|first|last):([^|=]+)(?:=(-?[0-9.]+))?")
+MIXED = "sort the rows by episode, and give each an id of its own"
+_ROW_MARKS = (  # names of columns that tell where episodes are, and the part of a rule for them
+    (r"(.*/)?(is_first|episode_starts?)", "first:{}"),
+    (r"(.*/)?step_type", "last:{}=2"),
+    (r"(.*/)?(episode|traj(ectory)?|demo|rollout)(_?(id|idx|index|number|num))?", "ids:{}"),
+    (r"(.*/)?eps?_?(id|idx|index|number|num)", "ids:{}"),
+    (r"(.*/)?(t|(time|episode|env)?_?steps?(_?(id|idx|index))?|frame_index)", "first:{}=0"),
+)
+
+
+def row_marks(columns: Collection[str]) -> list[str]:
+    """Return parts of a rule for columns whose names say that they tell where episodes are."""
+    pairs = ((name, *mark) for mark in _ROW_MARKS for name in columns)
+    return [part.format(name) for name, pattern, part in pairs if re.fullmatch(pattern, name)]
+
+
+def last_rows(mark: re.Match[str], column: Any, rows: int, where: str) -> Int64Array:
+    """Return the last row of each episode that a mark tells of."""
+    kind, name, value = mark.groups()
+    last, what, remedy = None, f"{name} marks no row", "name another column or value"
+    if kind in ("starts", "lengths"):
+        last = _bounds(kind, column, rows)
+        what = f"{name} holds no {kind} of the episodes of {rows:,} rows"
+        remedy = f"a value in each row is first:{name} or ids:{name}; of last rows add 1 to each"
+    elif kind == "ids":
+        first, ids = runs(blocks_of(column))
+        if np.unique(ids).size == first.size:
+            last = np.append(first[1:], rows) - 1
+        what, remedy = f"{name} has an id again behind another one", MIXED
+    elif (hits := true_rows(column, name, where, value)).size:
+        last = hits if kind == "last" else np.append(hits[hits > 0], rows) - 1
+    if last is None:
+        raise misfit(what, where, remedy)
+    return last
+
+
+def _bounds(kind: str, column: Any, rows: int) -> Int64Array | None:
+    """Return the last row of each episode by starts, or lengths; ``None`` if they are none."""
+    numbers = np.concatenate([np.zeros(0), *(part.reshape(-1) for _, part in blocks_of(column))])
+    stops, total = (np.cumsum(numbers), rows) if kind == "lengths" else (numbers, 0)
+    rising = (np.diff(stops, prepend=0) >= 0).all() and (numbers == np.rint(numbers)).all()
+    known = numbers.size and rising and total <= stops[-1] <= rows
+    if not known or (kind == "starts" and numbers[0] > 0 and stops[-1] == rows - 1):  # last rows
+        return None
+    return np.union1d(stops[stops > 0].astype(np.int64), [rows]) - 1
+
+
+def _counts_steps(column: Any) -> bool:
+    """Check that a column counts the steps of each episode from 0 on."""
+    before = -1
+    for _, part in blocks_of(column):
+        steps = np.append(before, part)
+        if not np.where(steps[1:] == 0, steps[:-1] != 0, np.diff(steps) == 1).all():
+            return False
+        before = steps[-1]
+    return True
+
+
+def unnamed_marks(table: Mapping[str, Any], rows: int) -> dict[str, tuple[Int64Array, str]]:
+    """Return marks of columns that no rule names and that tell episodes: last rows, a remedy."""
+    marks = dict[str, tuple[Int64Array, str]]()
+    for name, column in table.items():
+        size = column.shape[0]
+        if column.shape == (size,) and column.dtype.kind in "iu" and 1 < size < rows:
+            for kind in ("lengths", "starts"):
+                last = _bounds(kind, column, rows)
+                if last is not None and last.size in (size, size - 1) and last[-2:][0] >= size - 1:
+                    marks[f"{kind}:{name}"] = last, ""
+    for mark in filter(None, map(MARK.fullmatch, row_marks(table))):
+        column = table[mark[2]]
+        if column.shape[0] != rows or (mark[3] == "0" and not _counts_steps(column)):
+            continue
+        try:
+            marks[mark[0]] = last_rows(mark, column, rows, ""), ""
+        except InputError:  # of floats it is another column, of a usual name
+            if mark[1] == "ids" and column.dtype.kind in "iu" and not mark[2].endswith("demo"):
+                marks[mark[0]] = np.append(runs(blocks_of(column))[0][1:], rows) - 1, MIXED
+    return marks
+
+
+def runs(blocks: Iterable[tuple[int, Array]]) -> tuple[Int64Array, Array]:
+    """Return the first rows of runs of one value, and the values; of numbered blocks of rows."""
+    firsts, values, before = [np.zeros(0, np.int64)], [np.zeros(0, np.bool_)], None
+    for row, block in blocks:
+        block = block.reshape(-1)
+        changes = np.append(before is None or block[0] != before, block[1:] != block[:-1])
+        firsts.append(np.flatnonzero(changes) + row)
+        values.append(block[changes])
+        before = block[-1]
+    return np.concatenate(firsts), np.concatenate(values)
