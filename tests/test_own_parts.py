@@ -156,7 +156,7 @@ OURS: dict[str, dict[str, Any]] = {
         "model.activation": "gelu_new",
         "model.initialization": "glorot",
     },
-    "decoupled": {"model.kind": "decoupled", "model.layers": 2, "model.hidden_size": 16},
+    "decoupled": {"model.kind": "decoupled", "model.layers": 1, "model.hidden_size": 16},
 }
 
 
