@@ -50,8 +50,11 @@ def check_options(given: Mapping[str, Any], device: torch.device) -> LoaderOptio
         options = LoaderOptions(**plain(asked))
     except ValidationError as error:
         raise InputError("LOADER_OPTION", problem_text(error.errors()[0])) from error
-    if options.engine == "on" and device.type != "cuda":
-        raise no_engine(f"engine='on' needs a CUDA device, batches go to {device}")
+    name = "placement" if options.placement in ("hbm", "peer") else "engine"
+    if name == "placement" and options.engine == "off":
+        raise bad_option("engine", "off", "'auto' or 'on' with rows in GPU memory")
+    if (value := getattr(options, name)) in ("on", "hbm", "peer") and device.type != "cuda":
+        raise no_engine(f"{name}={value!r} needs a CUDA device, batches go to {device}")
     if options.placement == "disk" and options.engine == "on":
         raise bad_option("placement", "disk", "engine='auto' or 'off' with rows on disk")
     for name, value in (("placement", "disk"), ("sharding", "shard")):
@@ -67,7 +70,9 @@ def bad_option(name: str, value: object, allowed: str) -> InputError:
 
 def no_engine(what: str) -> UnavailableError:
     """Return the error ``DEVICE`` where the GPU does not gather."""
-    remedy = "use device='cuda' and engine='on', which says what is missing; or engine='auto'"
+    remedy = (
+        "use device='cuda', engine='on', which says what is missing; or 'auto', placement='auto'"
+    )
     return UnavailableError("DEVICE", what, remedy=remedy)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from gear_offline.config.problems import problem_text
 from gear_offline.core.hub import put
 from gear_offline.core.text import count_text
+from gear_offline.core.torch_state import torch_defaults
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
 from gear_offline.dataset.schema import match_columns
 from gear_offline.dataset.scores import RewardEdit
@@ -85,6 +86,7 @@ class Policy:
     embedding stay at its last row, so episodes may be longer than those of the data.
     """
 
+    @torch_defaults()
     def __init__(
         self,
         model: SequenceModel,
@@ -256,6 +258,7 @@ class Policy:
         self._steps[chosen] = 0
         self._waiting[chosen] = False
 
+    @torch_defaults()
     @torch.inference_mode()
     def capture(self, environments: int) -> None:
         """Make ready for so many environments, which on a GPU act as one CUDA graph then.
@@ -305,6 +308,7 @@ class Policy:
         """
         return self.ask(observations, indices, generator=generator)()
 
+    @torch_defaults()
     @torch.inference_mode()
     def ask(
         self,

@@ -230,6 +230,17 @@ def test_how_stored_episodes_end(tmp_path: Path, writer: Callable[..., Path]) ->
         assert dataset.terminated.tolist() == ended, options
 
 
+@pytest.mark.parametrize("writer", [npz, lerobot])
+def test_a_flag_under_another_name_is_told(tmp_path: Path, writer: Callable[..., Path]) -> None:
+    path = writer(tmp_path, STEPS | {"dones": EITHER, "truncated": LIMIT})
+    names = {"next.truncated" if writer is lerobot else "truncated": "cut_short"}
+    for count, options in ((1, {}), (0, {"rule": "done-and-timeout"})):
+        dataset = converted(path, tmp_path / str(count), rename=names, **options)
+        assert dataset.terminated.tolist() == ENDED
+        told = [text for text in dataset.manifest.source.warnings if "now cut_short" in text]
+        assert len(told) == count
+
+
 @pytest.mark.parametrize("writer", [hdf5, npz, *APART])
 def test_what_done_alone_cannot_tell_is_said_once(
     tmp_path: Path, writer: Callable[..., Path]
@@ -625,14 +636,6 @@ def test_a_pointer_of_git_lfs_is_told(tmp_path: Path, suffix: str) -> None:
     with one_error("SOURCE_READ", "Git LFS") as caught:
         go.convert(path, tmp_path / "d", quiet=True)
     assert "git lfs pull" in caught.value.remedy
-
-
-def test_parquet_with_a_row_a_step_is_refused(tmp_path: Path) -> None:
-    rows = [[1.0, 2.0]] * 6  # as wide as the actions: each could be an episode
-    table = pa.table({"observations": rows, "actions": rows, "done": [False] * 6})
-    pq.write_table(table, tmp_path / "rows.parquet")
-    with one_error("COLUMN", "no column 'done' of one list an episode"):
-        go.convert(tmp_path / "rows.parquet", tmp_path / "d", quiet=True)
 
 
 def test_healthy_data_say_nothing(tmp_path: Path) -> None:

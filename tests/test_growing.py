@@ -330,6 +330,22 @@ def test_flags_of_gymnasium_are_those_of_the_dataset(path: Path) -> None:
     assert dataset[-2]["terminals"].tolist() == [0, 0, 0, 1]
 
 
+def test_observations_of_one_row_more_are_split(path: Path, tmp_path: Path) -> None:
+    (episode,) = episodes([4], 1)
+    rows = np.arange(5 * 11, dtype=np.float32).reshape(5, 11)
+    del episode["terminals"], episode["timeouts"]
+    longer = episode | {"observations": rows, "terminated": True, "truncated": False}
+    go.Appender(path).append([longer | {"note": "text"}])
+    grow(path, 0)
+    assert np.array_equal(go.open_dataset(path)[-1]["observations"], rows[:-1])
+    go.convert(go.from_episodes([longer]), tmp_path / "both", quiet=True)
+    go.Appender(tmp_path / "both").append([longer])
+    grow(tmp_path / "both", 0)
+    grown = go.open_dataset(tmp_path / "both")[-1]
+    assert np.array_equal(grown["next_observations"], rows[1:])
+    assert np.array_equal(grown["observations"], rows[:-1])
+
+
 def test_pieces_that_do_not_fit_are_put_aside(path: Path, tmp_path: Path, capsys: Captured) -> None:
     appender = go.Appender(path)
     damaged = appender.append(episodes([6], 1))

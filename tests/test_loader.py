@@ -218,7 +218,10 @@ def test_options_are_checked(dataset: Dataset, code: str, option: str, values: l
 def test_what_needs_a_gpu_where_there_is_none(dataset: Dataset, monkeypatch: Patch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert GearLoader(dataset, batch_size=4).device.type == "cpu"
-    for options, words in (({"device": "cuda"}, "CUDA"), ({"engine": "on"}, "needs a CUDA device")):
+    with one_error("LOADER_OPTION", "engine='off' is not usable"):
+        GearLoader(dataset, batch_size=4, placement="peer", engine="off")
+    needs, asked = "needs a CUDA device", ({"engine": "on"}, {"placement": "hbm"})
+    for options, words in (({"device": "cuda"}, "CUDA"), *((each, needs) for each in asked)):
         with one_error("DEVICE", words):
             GearLoader(dataset, batch_size=4, **options)  # type: ignore[arg-type]
     with one_error("DEVICE", "the GPU does not gather"):

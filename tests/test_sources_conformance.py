@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import h5py
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -75,6 +76,19 @@ def parquet(path: Path, episodes: list[Episode]) -> Any:
     return path / "x.parquet"
 
 
+def parquet_rows(path: Path, episodes: list[Episode]) -> Any:
+    whole = flat(episodes)
+    table = pa.table({n: rows.tolist() if rows.ndim > 1 else rows for n, rows in whole.items()})
+    for number, (name, rows) in enumerate(whole.items()):
+        if rows.ndim > 1:
+            kind = pa.list_(pa.from_numpy_dtype(rows.dtype), rows.shape[1])
+            table = table.set_column(number, name, pa.array(rows.tolist(), kind))
+    pq.write_table(
+        table.append_column("note", [["text"] * len(rows)]), path / "x.parquet", row_group_size=7
+    )
+    return path / "x.parquet"
+
+
 EITHER, ENDS = "terminals|timeouts", [False, True, False, True]
 
 
@@ -102,6 +116,36 @@ def demonstrations(path: Path) -> Made:
     file = robomimic.write_demos(path / "low_dim.hdf5", compression="gzip")
     episodes = [robomimic.naive(file, name) for name in robomimic.ORDER]
     return Made(file, "robomimic", episodes, [False] * 3)
+
+
+def maniskill(path: Path) -> Made:
+    episodes = list[Episode]()
+    with h5py.File(path / "trajectory.h5", "w") as file:
+        for number, e in enumerate(played() * 3):  # 12: traj_10 must not come before traj_2
+            rows = np.arange(len(e["rewards"]) + 1.0)[:, None] * [1, -1, 0.5] + 100 * number
+            stored = {"obs": rows, "env_states/actors/cube": rows, "actions": e["actions"]}
+            stored |= {"rewards": e["rewards"], "success": e["terminals"]}
+            stored |= {"terminated": e["terminals"], "truncated": e["timeouts"]}
+            for name, values in stored.items():
+                file.create_dataset(f"traj_{number}/{name}", data=values, chunks=True)
+            made = {"observations": rows[:-1], "next_observations": rows[1:]}
+            episodes.append({**stored, "env_states/actors/cube": rows[:-1], **made})
+            del episodes[-1]["obs"]
+    (path / "trajectory.json").write_text('{"env_info": {"env_id": "PushCube-v1"}}')
+    return Made(path, "hdf5-groups", episodes, ENDS * 3)
+
+
+def d3rlpy(path: Path) -> Made:
+    episodes, names = list[Episode](), ("observations", "actions", "rewards", "terminated")
+    with h5py.File(path / "dataset.h5", "w") as file:
+        file["columns"], file["num_episodes"], file["version"] = [*names], 12, "2.1"
+        for number, e in enumerate(played() * 3):
+            for name in names[:2]:
+                file[f"{name}_{number}"] = e[name]
+            file[f"rewards_{number}"] = e["rewards"][:, None]
+            file[f"terminated_{number}"] = e["terminals"].any()
+            episodes.append({name: e[name] for name in names[:3]} | {names[3]: e["terminals"]})
+    return Made(path / "dataset.h5", "hdf5-groups", episodes, ENDS * 3)
 
 
 def replay(path: Path) -> Made:
@@ -154,7 +198,12 @@ LAYOUTS: dict[str, Callable[[Path], Made]] = {
     "npz": lambda path: Made(npz(path, played()), "npz", played(), ENDS, EITHER),
     "ogbench": ogbench,
     "parquet": lambda path: Made(parquet(path, played()), "parquet", played(), ENDS),
+    "parquet-rows": lambda path: Made(
+        parquet_rows(path, played()), "parquet-rows", played(), ENDS, EITHER
+    ),
     "robomimic": demonstrations,
+    "maniskill": maniskill,
+    "d3rlpy": d3rlpy,
     "dqn-replay": replay,
     "lerobot-v2.1": lambda path: recorded(path, "v2.1"),
     "lerobot-v3.0": lambda path: recorded(path, "v3.0"),
@@ -190,7 +239,7 @@ def opened(made: Made) -> Source:
 def data_files(made: Made) -> list[Path]:
     """Return the files that every reading of the layout needs."""
     aside = re.compile(r"tasks|stats|episodes|metadata|invalid|.*\.mp4")
-    if made.format == "d4rl":  # beside whose files others lie
+    if made.format in ("d4rl", "hdf5-groups"):  # beside whose files others lie
         aside = re.compile(r".*\.(txt|json)")
     found = [made.source] if made.source.is_file() else sorted(made.source.rglob("*.*"))
     found = [path for path in found if path.is_file() and "meta/episodes" not in str(path)]

@@ -48,6 +48,15 @@ def test_a_folder_and_the_file_for_validation(tmp_path: Path) -> None:
         whole = np.concatenate([parts[n]["observations"] for n in (2, 10)])
         np.testing.assert_array_equal(source.read("observations", 0, 44), whole)
         assert "2 files for validation" in source.info.attributes["warnings"][-1]
+    for name in ("train", "val", "test", "empty"):
+        (tmp_path / "split" / name).mkdir(parents=True)
+        if name != "empty":
+            np.savez(tmp_path / "split" / name / "0.npz", **parts[2])
+    with open_source(tmp_path / "split") as source:
+        assert source.spec.steps == 22
+        assert "test, val left out: convert them apart" in source.info.attributes["warnings"]
+    (tmp_path / "split" / "train" / "0.npz").unlink()
+    refused(tmp_path / "split", "SOURCE_READ", "give one of those in it: test, val")
     with open_source(tmp_path / "cube-v0-2-val.npz") as source:
         assert source.episodes.lengths.tolist() == [11]
 

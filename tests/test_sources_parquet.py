@@ -88,7 +88,40 @@ def test_bad_episodes_are_refused(tmp_path: Path, case: str) -> None:
 
 
 def test_other_files(tmp_path: Path) -> None:
-    path, steps = tmp_path / "a.parquet", {"observations": [[1.0]], "actions": [[1.0]]}
-    pq.write_table(pa.table(steps | {"rewards": [1.0]}), path)  # a row a step, as LeRobot has them
-    refused(path, "COLUMN", "'rewards' of one list an episode")
-    refused(write(path, {name: [] for name in SCHEMA.names}), "SOURCE_LAYOUT", "no episodes")
+    path = tmp_path / "a.parquet"
+    refused(write(path, {name: [] for name in SCHEMA.names}), "SOURCE_LAYOUT", "no rows")
+    names = ("obs_0", "obs_1", "act", "r")
+    refused(write(path, {n: [1.0] for n in names}, None), "COLUMN", "found: act, obs_0, obs_1, r")
+
+
+@pytest.mark.parametrize("flag", ["done", "", "frames"])
+def test_rows_are_steps_where_a_reward_flag_or_mark_is_a_number(tmp_path: Path, flag: str) -> None:
+    ids = [4, 4, 4, 1, 1, 7]
+    wide: list[Any] = [[1.0 * n, 2.0 * n] for n in range(6)]  # as wide as the actions
+    frames = [[[[n, 1, 2]] * 4] * 4 for n in range(6)]
+    rows: Episodes = {"observations": wide, "actions": wide, "episode_id": ids}
+    rows |= {"done": [n in (2, 4, 5) for n in range(6)]} if flag == "done" else {}
+    rows |= {"observations": frames, "rewards": [0.5] * 6} if flag == "frames" else {}
+    rule = None if flag == "done" else "ids:episode_id"
+    with open_source(write(tmp_path / "x.parquet", rows, None), rule=rule) as source:
+        assert source.episodes.lengths.tolist() == [3, 2, 1]
+        assert source.terminated.tolist() == [flag == "done"] * 3
+        for name, values in rows.items():
+            assert source.read(name, 1, 5).tolist() == values[1:5]
+    if flag == "":
+        refused(tmp_path / "x.parquet", "COLUMN", "--ends ids:episode_id")
+
+
+def test_a_flag_of_one_value_an_episode(tmp_path: Path) -> None:
+    rows, schema = episodes(), SCHEMA.remove(3).append(pa.field("terminated", pa.bool_()))
+    del rows["dones"]
+    rows["terminated"] = [True, False, False, True]
+    with open_source(write(tmp_path / "x.parquet", rows, schema)) as source:
+        assert source.terminated.tolist() == rows["terminated"]
+        flags = [
+            n == steps - 1 and end
+            for steps, end in zip(LENGTHS, rows["terminated"], strict=True)
+            for n in range(steps)
+        ]
+        for start, stop in ((0, 25), (4, 5), (3, 17), (24, 25)):
+            assert source.read("terminated", start, stop).tolist() == flags[start:stop]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from gear_offline.sources import join_sources, open_source, pick_episodes
+from tests.hdf5_files import write
 from tests.support import iter_episodes, refused
 
 LENGTHS = {"demo_10": 7, "demo_2": 5, "demo_0": 9}
@@ -124,10 +125,10 @@ BAD: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     ),
     "another width": (put(OBJECT, np.zeros((5, 11))), "SOURCE_LAYOUT", "(11,) in demo_2"),
     "a vector less": (lambda f: f.pop(OBJECT), "SOURCE_LAYOUT", "missing in demo_2"),
-    "states only": (lambda f: f.pop("data/demo_2/obs"), "COLUMN", "dataset_states_to_obs.py"),
+    "states only": (lambda f: f.pop("data/demo_2/obs"), "COLUMN", "found: actions, dones"),
     "no rewards": (lambda f: f.pop("data/demo_0/rewards"), "SOURCE_LAYOUT", "column rewards"),
     "cut": (lambda f: f["data/demo_10"].attrs.modify("num_samples", 8), "SOURCE_LAYOUT", "is 8"),
-    "a stranger": (lambda f: f.create_dataset("data/x", data=[1]), "SOURCE_LAYOUT", "data/x"),
+    "half a group": (lambda f: f.pop("data/demo_2/actions"), "COLUMN", "no dataset 'actions'"),
     "strangers in a key": (put(TRAIN, np.array([b"demo_0", b"demo_7"])), "SOURCE_LAYOUT", "demo_7"),
     "empty key": (put(TRAIN, np.array([], "S8")), "SOURCE_LAYOUT", "names nothing"),
     "no key": (lambda f: f.pop(TRAIN), "SOURCE_LAYOUT", "keys here: valid"),
@@ -151,3 +152,44 @@ def test_other_layouts(tmp_path: Path) -> None:
         file["x"] = [1]
     refused(f"robomimic:{tmp_path}/other.hdf5", "SOURCE_LAYOUT", "no group data/demo_0")
     refused(f"robomimic:{tmp_path}/none.hdf5#train", "SOURCE_READ")
+
+
+def steps(count: int, first: float = 0.0) -> Any:
+    return np.arange(first, first + count)[:, None]
+
+
+def test_groups_of_any_name_are_episodes(tmp_path: Path) -> None:
+    names = {"actions": "act", "observations": "sensors", "rewards": "r"}
+    columns: dict[str, Any] = {"about/version": 3, "about/1": np.zeros(4)}
+    for head, count in (("day2/a", 4), ("day10/1", 2), ("day2/b", 0), ("day2/c", 3)):
+        columns |= {f"{head}/act": steps(count), f"{head}/r": steps(count, 0.5)[:, 0]}
+        columns |= {f"{head}/sensors/arm": steps(count + 1, 7.0), f"{head}/end": count == 4}
+    path = write(tmp_path / "runs.h5", columns)
+    with open_source(path, names={**names, "terminated": "end"}) as source:
+        assert source.episodes.lengths.tolist() == [4, 3, 2]  # day2 before day10
+        assert source.terminated.tolist() == [True, False, False]
+        assert "1 episode without steps left out" in source.info.attributes["warnings"]
+        for rows, count in zip(iter_episodes(source), (4, 3, 2), strict=True):
+            np.testing.assert_array_equal(rows["observations/arm"], steps(count, 7.0))
+            np.testing.assert_array_equal(rows["next_observations/arm"], steps(count, 8.0))
+            np.testing.assert_array_equal(rows["rewards"], steps(count, 0.5)[:, 0])
+    one = {name.removeprefix("day2/"): rows for name, rows in columns.items() if "day2" in name}
+    refused(write(tmp_path / "train.h5", one), "COLUMN", "found: a/act", names=names)
+    both = {f"actions_{k}": steps(3 + k) for k in (0, 1)}
+    both |= {f"y_{k}_{part}": steps(3 + k, part) for k in (0, 1) for part in (0, 1)}
+    with open_source(write(tmp_path / "d3rlpy.h5", both), names={"observations": "y"}) as source:
+        assert source.episodes.lengths.tolist() == [3, 4]
+        np.testing.assert_array_equal(source.read("observations/1", 3, 7), steps(4, 1))
+
+
+def test_groups_that_have_other_names_say_how_to_name_them(tmp_path: Path) -> None:
+    columns = {f"ep{n}/{name}": steps(3) for n in range(3) for name in ("action", "state")}
+    path = write(tmp_path / "x.h5", columns)
+    refused(path, "COLUMN", "found: action, state; other names: --rename NAME=observations")
+    names = {"observations": "state"}
+    refused(path, "COLUMN", "state; other names: --rename NAME=actions", names=names)
+    names |= {"actions": "action"}
+    with open_source(path, names=names) as source:
+        assert source.episodes.lengths.tolist() == [3, 3, 3]
+    columns["ep1/state"] = steps(5)
+    refused(write(tmp_path / "x.h5", columns), "SOURCE_LAYOUT", "ep1", names=names)

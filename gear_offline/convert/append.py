@@ -18,7 +18,7 @@ from gear_offline.dataset.manifest import Manifest
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, channels_last
 from gear_offline.dataset.shard import EPISODE_COLUMNS, digest, encode_header, plan_tensors
 from gear_offline.errors import InputError, given_path
-from gear_offline.sources.arrays import Columns, end_flags, read_episodes
+from gear_offline.sources.arrays import Columns, end_flags, read_episode, read_episodes
 from gear_offline.sources.episode_ends import judge_ends
 from gear_offline.sources.flags import TERMINAL_FLAGS, TIME_FLAGS
 
@@ -101,7 +101,10 @@ class Appender:
     def _cast(self, episode: Mapping[str, Any]) -> dict[str, Any]:
         """Return the dataset's columns in its dtypes, and how the episode ended."""
         wanted = {column.name: column for column in self._manifest.columns}
-        rows = len(next((episode[name] for name in wanted if name in episode), ()))
+        tops = {part for name in wanted for part in (name, name.split("/")[0])}
+        own = read_episode({n: v for n, v in episode.items() if n in tops}, "an episode")
+        kept = {name: rows for name, rows in own.items() if rows.ndim}
+        steps = len(next(iter(kept.values()), ()))
         flags = end_flags(episode)
         if not flags:
             what, remedy = "an episode does not say how it ended", "give terminated or truncated"
@@ -111,17 +114,17 @@ class Appender:
         limits = [flags[name] for name in TIME_FLAGS if name in flags]
         ends = dict.fromkeys(TERMINAL_FLAGS if {*flags} & {*TERMINAL_FLAGS} else (), terminated)
         ends |= dict.fromkeys(TIME_FLAGS if limits else (), any(limits))
-        is_last = np.arange(rows) == rows - 1  # a flag has any of these names
-        own = {name: is_last & ends[name] for name in wanted.keys() & ends.keys()} | {**episode}
+        is_last = np.arange(steps) == steps - 1  # a flag has any of these names
+        own = {name: is_last & ends[name] for name in wanted.keys() & ends.keys()} | kept
         columns = {name: _rows(own, column) for name, column in wanted.items()}
         return columns | {name: value for name, value in flags.items() if name not in columns}
 
 
-def _rows(episode: Mapping[str, Any], column: ColumnSpec) -> Array:
+def _rows(episode: Mapping[str, Array], column: ColumnSpec) -> Array:
     if column.name not in episode:
         what = f"an episode lacks the column {column.name!r}, which the dataset has"
         raise InputError("COLUMN", what, "", "give it, or convert with fewer --columns")
-    values = np.asarray(episode[column.name])
+    values = episode[column.name]
     if values.shape[1:] != column.shape == channels_last(values.shape[1:]):
         values = np.moveaxis(values, 1, -1)  # frames of an environment, as they were converted
     with np.errstate(all="ignore"):

@@ -163,7 +163,7 @@ def read_episodes(
     episodes: Iterable[Mapping[str, Any]],
 ) -> tuple[list[Columns], BoolArray, list[str]]:
     """Return the columns of at least one episode, which terminated, and what is not known."""
-    read = [_read_episode(episode, f"episode {n}") for n, episode in enumerate(episodes)]
+    read = [read_episode(episode, f"episode {n}") for n, episode in enumerate(episodes)]
     if not read:
         raise misfit("there are no episodes", remedy="give at least one")
     ends = [end_flags(arrays, f"episode {number}") for number, arrays in enumerate(read)]
@@ -191,7 +191,7 @@ def end_flags(episode: Mapping[str, Any], where: str = "an episode") -> dict[str
     return {name: bool(rows[-1:].any()) for name, rows in flags.items()}
 
 
-def _read_episode(episode: Mapping[str, Any], where: str) -> Columns:
+def read_episode(episode: Mapping[str, Any], where: str) -> Columns:
     """Return an episode's columns, and flags that are one value."""
     if not isinstance(episode, Mapping):
         raise misfit(f"an episode is a {type(episode).__name__}", where, f"give {_ONE_EACH}")

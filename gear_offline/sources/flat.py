@@ -6,7 +6,7 @@ So are HDF5 files in one of D4RL's layouts or the generic one, and ``.npz`` file
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,7 +18,7 @@ from gear_offline.sources.d4rl import D4rlFile
 from gear_offline.sources.episode_ends import split_episodes
 from gear_offline.sources.flags import FLAGS, chosen_flags
 from gear_offline.sources.hdf5 import Hdf5File
-from gear_offline.sources.input_files import misfit
+from gear_offline.sources.input_files import InputFile, misfit
 from gear_offline.sources.row_marks import MARK
 
 REQUIRED = ("observations", "actions")
@@ -30,8 +30,6 @@ def open_hdf5(file: Hdf5File, asked: Asked) -> Source:
     """Open an HDF5 file of D4RL's or the generic layout; its name tells D4RL's family."""
     attributes, rule = file.attributes(), asked.rule
     d4rl = D4rlFile.detect(asked.uri.removeprefix("d4rl:"), attributes, file.datasets, asked.names)
-    stored, left_out = find_columns(file.datasets, asked, where=str(file.path))
-    columns = {name: file.column(name) for name in stored}
     facts: dict[str, Any] = {"attributes": attributes, "metadata": file.metadata()}
     if d4rl:
         facts |= {"family": d4rl.family.name, "family_from": d4rl.evidence}
@@ -39,26 +37,49 @@ def open_hdf5(file: Hdf5File, asked: Asked) -> Source:
     options = dict[str, Any]()
     with suppress(TypeError, ValueError):
         options |= json.loads(attributes.get("env_options", ""), parse_constant=str)
-    source = flat_source(
-        columns,
-        others={name: file.column(name) for name in shorter(file.datasets, left_out)},
-        names=asked.names,
-        uri=asked.uri,
+    source = table_source(
+        file.datasets,
+        asked,
+        file.file,
+        file.column,
         format="d4rl" if d4rl else "hdf5",
         rule=d4rl.rule if d4rl and rule is None else rule,
         environment_id=environment if isinstance(environment, str) else None,
         environment_options=options,
         scores=own_scores(attributes, asked.uri),
         reference_name=d4rl.reference if d4rl else None,
-        where=str(file.path),
-        files=(file.file,),
-        facts=facts | {"left_out": left_out},
+        facts=facts,
         notes=file.warnings,
-        preferred={name: column.preferred_rows for name, column in columns.items()},
     )
     if d4rl:
         source.warn(*d4rl.warnings(source, overridden=rule is not None))
     return source
+
+
+def table_source(
+    arrays: Mapping[str, Any],
+    asked: Asked,
+    file: InputFile,
+    rows: Callable[[Any], Any],
+    **info: Any,
+) -> Source:
+    """Return a source of the `arrays` of a file that `find_columns` takes; `rows` opens one."""
+    where, facts = str(file.path), info.pop("facts", {})
+    chosen, left_out = find_columns(arrays, asked, where=where)
+    columns = {name: rows(arrays[name]) for name in chosen}
+    shapes = ((name, arrays[name].shape, arrays[name].dtype) for name in left_out)
+    vectors = [n for n, shape, dtype in shapes if can_be_column(shape, dtype) and len(shape) == 1]
+    return flat_source(
+        columns,
+        others={name: rows(arrays[name]) for name in vectors},  # they may tell where episodes start
+        names=asked.names,
+        uri=asked.uri,
+        where=where,
+        files=(file,),
+        facts={**facts, "left_out": left_out},
+        preferred={name: getattr(column, "preferred_rows", 0) for name, column in columns.items()},
+        **info,
+    )
 
 
 def flat_source(
@@ -94,12 +115,6 @@ def flat_source(
     return Source(
         [piece], kinds, lengths=lengths, terminated=ended, preferred=preferred, info=origin
     )
-
-
-def shorter(arrays: Mapping[str, Any], left_out: Iterable[str]) -> list[str]:
-    """Return the vectors without a row for each step: they may tell where episodes start."""
-    shapes = ((name, arrays[name].shape, arrays[name].dtype) for name in left_out)
-    return [n for n, shape, dtype in shapes if can_be_column(shape, dtype) and len(shape) == 1]
 
 
 def find_columns(

@@ -51,6 +51,7 @@ class Hdf5Dataset(NamedTuple):
     shape: tuple[int, ...] | None  # None for an empty (null) dataspace
     dtype: np.dtype[Any] | None  # as stored; None where it is not a plain number or bool
     type_name: str  # for messages
+    first: int = 0  # row that counts as the first
 
 
 class Hdf5File(Closing):
@@ -66,7 +67,7 @@ class Hdf5File(Closing):
         self.warnings: list[str] = []
         with _told_as_damaged(path):
             if not h5py.is_hdf5(path):
-                remedy = "from Python anything can be converted: go.from_arrays, go.from_episodes"
+                remedy = "docs/how-to/convert.md, Other files: from Python, or by way of parquet"
                 raise InputError("SOURCE_READ", "not an HDF5 file", str(path), remedy)
             try:
                 self._file = h5py.File(path, "r", locking="best-effort")
@@ -116,21 +117,21 @@ class Hdf5File(Closing):
                     seen.add(address)
                     pending.append((f"{name}/", item))
 
-    def column(self, path: str) -> Hdf5Column:
+    def column(self, rows: Hdf5Dataset) -> Hdf5Column:
         """Return the rows of one that can be a column; to read them does not need this object."""
         with _told_as_damaged(self.path):
-            dataset, block = h5d.open(self._file.id, path.encode()), self._file.userblock_size
-            column = Hdf5Column(self.file, self.datasets[path], dataset, block)
+            dataset, block = h5d.open(self._file.id, rows.path.encode()), self._file.userblock_size
+            column = Hdf5Column(self.file, rows, dataset, block)
         if column.unwritten:
             note = f"{column.unwritten} bytes were never written and read as the fill value"
-            self.warnings.append(f"column {path}: {note}")
+            self.warnings.append(f"column {rows.path}: {note}")
         return column
 
     def check_all(self) -> None:
         """Check every dataset of a file that another program is going to read through HDF5."""
         for name, header in self.datasets.items():
             if can_be_column(header.shape, header.dtype):
-                self.column(name).check()
+                self.column(header).check()
                 continue
             with _told_as_damaged(self.path):  # text lies elsewhere in the file
                 plan = h5d.open(self._file.id, name.encode()).get_create_plist()
@@ -174,17 +175,18 @@ class Hdf5File(Closing):
             _pread_into(file.fileno(), memoryview(raw), int(stored.id.get_offset()))
         return int(np.frombuffer(raw, "<u4")[::4].sum(dtype=np.int64))
 
+    def scalar(self, name: str) -> Plain | None:
+        """Return a dataset of one number or text, ``None`` where it is another."""
+        with suppress(Exception):
+            if self._claimed(stored := self._file[name]) <= MAX_ATTRIBUTE_BYTES:
+                return _plain(np.asarray(stored[()]).item())
+        return None
+
     def metadata(self) -> dict[str, Any]:
         """Return the content of the group ``metadata``: small scalars by value, arrays by shape."""
-        facts: dict[str, Any] = {}
-        for name, header in sorted(self.datasets.items()):
-            if name.startswith("metadata/") and header.shape != ():
-                facts[name] = f"{header.type_name} {list(header.shape or ())}"
-            elif name.startswith("metadata/"):
-                with suppress(Exception):
-                    stored = self._file[name]
-                    if self._claimed(stored) <= MAX_ATTRIBUTE_BYTES:
-                        facts[name] = _plain(stored[()])
+        stored = [(n, h) for n, h in sorted(self.datasets.items()) if n.startswith("metadata/")]
+        arrays = {n: f"{h.type_name} {list(h.shape or ())}" for n, h in stored if h.shape != ()}
+        facts = {name: arrays.get(name) or self.scalar(name) for name, _ in stored}
         return {name: value for name, value in facts.items() if value is not None}
 
 
@@ -196,8 +198,8 @@ class Hdf5Column:
     ) -> None:
         self._file, where = file, (file.path, header.path)
         assert header.shape and header.dtype is not None, "it can be a column"
-        self.shape, self._stored_dtype = header.shape, header.dtype
-        self.dtype, shape = self._stored_dtype.newbyteorder("="), self.shape
+        self.shape, self._first, self._stored_dtype = header.shape, header.first, header.dtype
+        self.dtype, shape = self._stored_dtype.newbyteorder("="), dataset.shape
         self._plan, self._type = dataset.get_create_plist(), dataset.get_type().copy()
         self._filters = _filters(self._plan, *where)
         self._decoder: ChunkDecoder | None = None
@@ -257,11 +259,12 @@ class Hdf5Column:
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
         """Return rows ``[start, stop)``, (stop - start, *shape), native byte order."""
         rows = np.empty((stop - start, *self.shape[1:]), self._stored_dtype)
+        first = start + self._first
         if self._compact.size:
-            rows[:] = self._compact[start:stop]
+            rows[:] = self._compact[first : first + len(rows)]
         elif rows.size:
             with _told_as_damaged(self._file.path), self._file.open() as file:
-                self._read_into(rows, file.fileno(), start)
+                self._read_into(rows, file.fileno(), first)
         if stop == self.shape[0]:  # a file may have thousands of columns
             self._kept = self._decoder = None
         if self._is_odd:  # as 12-bit integers

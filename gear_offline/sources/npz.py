@@ -25,7 +25,7 @@ from gear_offline.core.types import Array
 from gear_offline.sources.base import Asked, Source
 from gear_offline.sources.columns import names_after
 from gear_offline.sources.flags import FLAGS, TIME_FLAGS
-from gear_offline.sources.flat import find_columns, flat_source, shorter
+from gear_offline.sources.flat import table_source
 from gear_offline.sources.input_files import InputFile, damage_told, misfit
 from gear_offline.sources.rules import ARTIFICIAL
 
@@ -133,16 +133,12 @@ def open_npz(path: Path, asked: Asked) -> Source:
     # Its terminals are ends of trajectories, not of tasks; `masks` come with its rewards.
     ogbench = {"observations", "actions", "terminals"} <= here and not {*FLAGS} & {*asked.names}
     ogbench = ogbench and ("masks" in here or not {"rewards", *TIME_FLAGS} & here)
-    chosen, left_out = find_columns(members, asked, where=str(path))
-    return flat_source(
-        {name: members[name] for name in chosen},
-        others={name: members[name] for name in shorter(members, left_out)},
-        names=asked.names,
-        uri=asked.uri,
+    return table_source(
+        members,
+        asked,
+        file,
+        lambda rows: rows,
         format="ogbench" if ogbench else "npz",
         rule=asked.rule or (ARTIFICIAL if ogbench else None),
-        where=str(path),
-        files=(file,),
-        facts={"left_out": left_out},
         notes=[OGBENCH] if ogbench and "masks" not in here and not asked.rule else [],
     )

@@ -1,6 +1,6 @@
-"""Parquet files of one row an episode, as Hugging Face's Decision Transformer sets; by pyarrow.
+"""Parquet files of one row a step, or of one row an episode as Hugging Face's sets; by pyarrow.
 
-Every column is a list over the steps of an episode; of vectors, a list of lists.
+Of an episode every column is a list over its steps; of vectors, a list of lists.
 
 Shape legend: T steps of an episode, R steps of a group of rows.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,11 @@ from gear_offline.core.types import Array, Int64Array
 from gear_offline.dataset.scores import dataset_of_file
 from gear_offline.errors import InputError, package_needed
 from gear_offline.sources.base import Asked, Piece, Source, SourceInfo
-from gear_offline.sources.columns import row_kinds, some_names, split_names
+from gear_offline.sources.columns import row_kinds, split_names
 from gear_offline.sources.flags import chosen_flags
-from gear_offline.sources.flat import REQUIRED
+from gear_offline.sources.flat import REQUIRED, find_columns, table_source
 from gear_offline.sources.input_files import InputFile, damage_told, misfit
+from gear_offline.sources.row_marks import MARK, row_marks
 
 BATCH_VALUES, BATCH_ROWS = 1 << 22, 1 << 20  # of a batch; run lengths make billions of few bytes
 MAX_ROW_VALUES = 1 << 27
@@ -30,39 +32,45 @@ MAX_EPISODES = 1 << 24  # of a file; each takes some tens of bytes
 
 
 def open_parquet(path: Path, asked: Asked) -> Source:
-    """Open a file of one row an episode; reads how long they are."""
+    """Open a file of one row a step or an episode; reads how long they are."""
     path, names = path.absolute(), asked.names
     file = ParquetFile(path)
+    if not file.rows:
+        raise misfit("no rows", path, "give a file with a row for each step or episode")
     types = {field.name: field.type for field in file.schema}
     lists = [name for name, kind in types.items() if is_list(kind) and is_numeric(kind)]
     needed = [part for name in REQUIRED for part in split_names(names.get(name, name))]
     nested = any(is_list(getattr(types[n], "storage_type", types[n]).value_type) for n in lists)
-    flags = [] if nested else chosen_flags(types, names).values()  # which tell a row a step
-    for name in [*needed, *({names.get("rewards", "rewards"), *flags} & types.keys())]:
-        if name not in lists and not (asked.partial and lists):
-            remedy = f"needed are lists over the steps of an episode; found: {some_names(lists)}; "
-            remedy += f"other names: --rename NAME={name}; one row a step: go.from_arrays in Python"
-            what = f"no column {name!r} of one list an episode"
-            raise InputError("COLUMN", what, str(path), remedy)
-    stored = [name for name in dict.fromkeys([*needed, *lists]) if name in lists]
+    numbers = {name for name, kind in types.items() if is_numeric(kind)} - {*lists}
+    rewards, flags = {names.get("rewards", "rewards")}, {*chosen_flags(types, names).values()}
+    known = {mark[2] for mark in map(MARK.fullmatch, row_marks(types)) if mark}
+    tells = rewards & types.keys() or (set[str]() if nested else flags or known)
+    tells |= {*needed, *(mark[2] for mark in MARK.finditer(asked.rule or ""))}
+    by_step = bool(tells & numbers) or not lists  # of an episode they are lists
+    arrays = {n: _array(file, n, kind, by_step) for n, kind in types.items()}
+    if by_step:
+        options = {"format": "parquet-rows", "rule": asked.rule}
+        return table_source(arrays, asked, file.file, lambda rows: rows, **options)
+    stored, left_out = find_columns(arrays, asked, optional=("rewards",), where=str(path))
+    once = sorted(flags & numbers)  # flags of one value an episode
     if file.rows > MAX_EPISODES:
         raise misfit(f"{file.rows:,} episodes", path, f"give files of at most {MAX_EPISODES:,}")
     lengths = np.zeros(file.rows, np.int64)
     for row, values in file.batches(stored[0]):
         lengths[row : row + len(values)] = counts = _lengths(values)
         if not counts.all():
-            break
-    if not lengths.all() or not lengths.size:
-        what = "an episode without steps" if lengths.size else "no episodes"
-        raise misfit(what, path, "give a file with one row an episode, which has one step at least")
+            raise misfit("an episode without steps", path, "leave its row out")
     bounds = np.cumsum([0, *lengths])
-    columns = {name: Column(file, name) for name in stored}
+    columns = {name: Column(file, name) for name in (*stored, *once)}
 
     def read(name: str, start: int, stop: int) -> Array:
         first = int(np.searchsorted(bounds, start, side="right")) - 1
         last = int(np.searchsorted(bounds, stop))
         with file.told():
-            values = columns[name].read(first, last)
+            values, ends = columns[name].read(first, last), bounds[first + 1 : last + 1] - 1
+            if name in once:
+                ended = ends[step_rows(values, name, path) != 0]
+                return np.isin(np.arange(start, stop), ended)
             if not np.array_equal(_lengths(values), lengths[first:last]):
                 what = f"its lists are not as long as those of {stored[0]}"
                 raise misfit(what, f"{path}: {name}", "give every column one value a step")
@@ -83,15 +91,18 @@ def open_parquet(path: Path, asked: Asked) -> Source:
             rule="rows",
             reference_name=next((d for f in folders if (d := dataset_of_file(f))), None),
             files=(file.file,),
-            attributes={
-                "left_out": {
-                    name: f"no list of numbers ({kind})"
-                    for name, kind in types.items()
-                    if name not in lists
-                }
-            },
+            attributes={"left_out": {n: why for n, why in left_out.items() if n not in once}},
         ),
     )
+
+
+def _array(file: ParquetFile, name: str, kind: Any, by_step: bool) -> SimpleNamespace:
+    """Return a column as `find_columns` takes it: of one row a step, or lists of an episode."""
+    read, first = Column(file, name).rows, np.empty(1, object)
+    if is_numeric(kind) and (by_step or is_list(kind)):
+        first = read(0, 1) if by_step else np.empty(1, "f4")
+    shape = (file.rows, *first.shape[1:])
+    return SimpleNamespace(type_name=f"type {kind}", read=read, shape=shape, dtype=first.dtype)
 
 
 class ParquetFile:
@@ -135,7 +146,7 @@ class Column:
     """Rows of a column of a file, decoded forwards; a read of earlier ones begins again."""
 
     def __init__(self, file: ParquetFile, name: str) -> None:
-        self.file, self._name = file, name
+        self.file, self.name = file, name
         self.close()
 
     def close(self) -> None:
@@ -148,7 +159,7 @@ class Column:
         import pyarrow
 
         if start < self._batch[0]:
-            self._batches = self.file.batches(self._name, start)
+            self._batches = self.file.batches(self.name, start)
             self._batch = next(self._batches)
         parts = []
         while True:
@@ -161,6 +172,10 @@ class Column:
         if stop == self.file.rows:  # a folder may have thousands of files
             self.close()
         return parts[0] if len(parts) == 1 else pyarrow.concat_arrays(parts)
+
+    def rows(self, start: int, stop: int) -> Array:
+        """Return (stop - start, *step shape) of a column of one row a step."""
+        return step_rows(self.read(start, stop), self.name, self.file.file.path)
 
 
 def step_rows(values: Any, name: str, path: Path) -> Array:

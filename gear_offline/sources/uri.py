@@ -16,6 +16,7 @@ from gear_offline.dataset.manifest import is_dataset
 from gear_offline.dataset.scores import dataset_file, dataset_of_file
 from gear_offline.errors import InputError, given_path
 from gear_offline.sources.base import Asked, Source
+from gear_offline.sources.columns import some_names
 from gear_offline.sources.combine import dataset_source, join_sources, turned, with_columns
 from gear_offline.sources.d4rl import find_or_download
 from gear_offline.sources.dqn_replay import open_dqn_replay, replay_folder
@@ -23,12 +24,12 @@ from gear_offline.sources.episode_ends import judge_ends
 from gear_offline.sources.flags import MEANING, chosen_flags
 from gear_offline.sources.flat import open_hdf5
 from gear_offline.sources.hdf5 import SUFFIXES, Hdf5File
+from gear_offline.sources.hdf5_groups import episode_groups, open_groups
 from gear_offline.sources.input_files import damage_told, files_in, misfit
 from gear_offline.sources.lerobot import INFO, open_lerobot
 from gear_offline.sources.minari import data_directory, find_directory, open_minari
 from gear_offline.sources.npz import open_npz
 from gear_offline.sources.parquet import open_parquet
-from gear_offline.sources.robomimic import demonstrations, open_robomimic
 from gear_offline.sources.rules import CONVENTIONS
 
 KINDS = (SUFFIXES, (".npz",), (".parquet",))  # a folder of files of one kind is one dataset
@@ -144,6 +145,10 @@ def _open(path: Path, asked: Asked) -> Source:
         source = reader(path, asked)
         if source.info.format not in FLAT:
             _judge(source, asked)
+    flags = chosen_flags(source.stored_names, asked.names).values()
+    kept = [(n, old) for n, old in asked.names.items() if old in flags and n not in MEANING]
+    told = (f"{old}, now {new}, still tells ends; --rule may name others" for new, old in kept)
+    source.warn(*[] if asked.rule else told)
     return with_columns(source, asked.names).tell_no_rewards()
 
 
@@ -174,8 +179,12 @@ def _open_folder(path: Path, asked: Asked) -> Source:
     folder = path.absolute()
     places = (folder, folder / "train") if (folder / "train").is_dir() else (folder,)
     groups = [files for place in places for kind in KINDS if (files := files_in(place, kind))]
+    others = sorted({*folder.iterdir()} - {*places})
+    others = [p for p in others if p.is_dir() and any(files_in(p, kind) for kind in KINDS)]
+    aside = [some_names(place.name for place in others)] * bool(others)
     if not groups:
-        raise _unknown(f"the directory {str(path)!r} holds no dataset and no data files")
+        what = f"the directory {str(path)!r} holds no dataset and no data files"
+        raise _unknown("; give one of those in it: ".join([what, *aside]))
     if len(groups) > 1:
         kinds = " and ".join(f"{len(f)} like {f[0].relative_to(folder)}" for f in groups)
         what, remedy = f"files of several kinds or places: {kinds}", "give each a folder of its own"
@@ -185,16 +194,16 @@ def _open_folder(path: Path, asked: Asked) -> Source:
     parts = [_open(file, asked._replace(uri=file.name)) for file in files]
     source = join_sources(parts, uri=folder.name)
     if left := len(groups[0]) - len(files):
-        what = f"{count_text(left, 'file')} for validation (NAME-val.npz beside NAME.npz)"
-        source.warn(f"{what} left out: convert them apart")
+        aside.append(f"{count_text(left, 'file')} for validation (NAME-val.npz beside NAME.npz)")
+    source.warn(*(f"{what} left out: convert them apart" for what in aside))
     return source
 
 
 def _open_hdf5(path: Path, asked: Asked) -> Source:
     """Open an HDF5 file by its layout; with a key, which may be empty, it is robomimic's."""
     with Hdf5File(path.absolute()) as file:
-        if demos := demonstrations(file):
-            return open_robomimic(file, demos, asked)
+        if groups := episode_groups(file, asked.names):
+            return open_groups(file, groups, asked)
         if asked.key is None:
             return open_hdf5(file, asked)
     raise misfit("no group data/demo_0", path, "leave robomimic: out for another layout")
@@ -202,8 +211,12 @@ def _open_hdf5(path: Path, asked: Asked) -> Source:
 
 Reader = Callable[[Path, Asked], Source]
 FILES: dict[str, Reader] = {".npz": open_npz, ".parquet": open_parquet}  # any other is HDF5
-FLAT = ("d4rl", "hdf5", "npz", "ogbench")  # formats whose episodes a rule cuts
-JUDGED = ("lerobot", "parquet")  # formats whose flags at the last steps tell how episodes ended
+FLAT = ("d4rl", "hdf5", "npz", "ogbench", "parquet-rows")  # formats whose episodes a rule cuts
+JUDGED = (
+    "hdf5-groups",
+    "lerobot",
+    "parquet",
+)  # formats whose flags at the last steps tell how episodes ended
 FOLDERS: tuple[tuple[Callable[[Path], Any], Reader], ...] = (  # the first that fits
     (data_directory, open_minari),
     (is_dataset, lambda path, asked: dataset_source(open_dataset(path))),

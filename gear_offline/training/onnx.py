@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gear_offline.core.files import check_new_file, write_file, writing
+from gear_offline.core.torch_state import torch_defaults
 from gear_offline.errors import InputError, given_path, package_needed
 from gear_offline.models.base import telling_model
 from gear_offline.models.policy import Policy, acted
@@ -27,6 +28,7 @@ OPSET = 20
 LARGEST = (2 << 30) - 4096  # bytes of a protobuf message, less what is added
 
 
+@torch_defaults()
 def export_policy(
     policy: Policy | str | os.PathLike[str],
     out: str | os.PathLike[str],
