@@ -15,15 +15,17 @@ from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from subprocess import CompletedProcess
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from gear_offline import plots
 from gear_offline.workers import _serve
-from tests.support import ROOT
+from tests.support import ROOT, no_picture
 
 SERVER: Any = get_context("forkserver")
-SERVER.set_forkserver_preload(["gear_offline.cli.main", "gear_offline.runs.loop", "tests.support"])
+SERVER.set_forkserver_preload(["gear_offline.cli.main", "gear_offline.runs.loop", "tests.forks"])
 
 
 def begin_server() -> None:
@@ -77,10 +79,17 @@ class ForkedWorker:
         return int(self._process.exitcode)
 
 
+def fork_workers(patch: pytest.MonkeyPatch) -> None:
+    """Begin worker processes as forks."""
+    stand_in = SimpleNamespace(Popen=ForkedWorker, DEVNULL=None)
+    patch.setattr("gear_offline.workers.subprocess", stand_in)
+
+
 def _work(connection: Connection[Any, Any], variables: Mapping[str, str]) -> None:
     os.setsid()
     os.environ.clear()
     os.environ.update(variables)
+    plots.draw = no_picture
     _serve(connection)
 
 
@@ -89,6 +98,7 @@ def _run(words: Sequence[str], variables: Mapping[str, str], texts: Sequence[Pat
         os.dup2(os.open(text, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ.clear()
     os.environ.update(variables)
+    plots.draw = no_picture
     os.chdir(ROOT)
     if words[0] == "-m":
         sys.argv = list(words[1:])

@@ -219,6 +219,7 @@ def test_the_program_trains_and_plays(tmp_path: Path, capsys: Captured, cloning:
     assert shown[-1].startswith("CartPole-v1: ")
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.slow
 def test_the_notebook_runs_and_is_the_script(
     tmp_path: Path, monkeypatch: Patch, capsys: Captured

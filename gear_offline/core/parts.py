@@ -300,10 +300,10 @@ def _beside(folder: str) -> Iterator[None]:
     packages = [m for name, m in list(sys.modules.items()) if name.startswith(FOLDERS)]
     folders = {f"{p.__path__[0]}/" for p in packages if hasattr(p, "__path__")}
     others = tuple(folders - {f"{folder}/"})
-    for name, module in list(sys.modules.items()):
+    for name, module in list(sys.modules.items()) if others else ():
         top, file = name.partition(".")[0], str(getattr(module, "__file__", None) or "")
-        is_here = any(Path(folder, place).exists() for place in (top, f"{top}.py"))
-        if others and file.startswith(others) and is_here and not name.startswith(NOT_BESIDE):
+        is_others = file.startswith(others) and not name.startswith(NOT_BESIDE)
+        if is_others and any(Path(folder, place).exists() for place in (top, f"{top}.py")):
             del sys.modules[name]
     sys.path.insert(0, folder)
     try:
