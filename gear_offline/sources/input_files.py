@@ -62,7 +62,7 @@ def files_in(folder: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 @contextmanager
-def damage_told(kind: str, where: Path | str) -> Iterator[None]:
+def reading_errors(kind: str, where: Path | str) -> Iterator[None]:
     """Turn whatever a library raises of a foreign file into one error (``SOURCE_READ``)."""
     try:
         yield

@@ -27,7 +27,7 @@ from gear_offline.sources.flags import LIMIT, MEANING, chosen_flags, true_rows
 from gear_offline.sources.flat import open_hdf5
 from gear_offline.sources.hdf5 import SUFFIXES, Hdf5File
 from gear_offline.sources.hdf5_groups import episode_groups, open_groups
-from gear_offline.sources.input_files import damage_told, files_in, misfit
+from gear_offline.sources.input_files import files_in, misfit, reading_errors
 from gear_offline.sources.lerobot import INFO, open_lerobot
 from gear_offline.sources.minari import data_directory, find_directory, open_minari
 from gear_offline.sources.npz import open_npz
@@ -137,7 +137,7 @@ def _open(path: Path, asked: Asked) -> Source:
         reader = FILES.get(path.suffix.lower(), _open_hdf5)
     if reader is _open_folder:
         return _open_folder(path, asked)
-    with damage_told(path.suffix or "dataset", path):
+    with reading_errors(path.suffix or "dataset", path):
         source = reader(path, asked)
         if source.info.format not in FLAT:
             _judge(source, asked)
