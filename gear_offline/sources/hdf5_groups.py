@@ -29,7 +29,7 @@ from gear_offline.sources.hdf5 import Hdf5Dataset, Hdf5File
 from gear_offline.sources.input_files import by_number, misfit
 
 _DIGITS, _DEMO = re.compile("[0-9]+"), re.compile("data/demo_[0-9]+")
-_NUMBERED = re.compile(r"^(.+?)_([0-9]+)(?:_([0-9]+))?$")  # actions_7, observations_7_0
+_NUMBERED = re.compile(r"^([^/]+?)_([0-9]+)(?:_([0-9]+))?$")  # actions_7, observations_7_0
 GYM_TYPE = 2  # of robomimic's EnvType: the name is that of a gym environment
 DONES = "dones mark a success or the end of a recording, and do not say which: every demonstration "
 DONES += "counts as truncated; --rule done-only takes them as terminations"
@@ -82,7 +82,8 @@ def episode_groups(file: Hdf5File, names: Mapping[str, str]) -> dict[str, Group]
     """
     stored, groups = file.datasets, dict[str, Group]()
     actions = re.escape(split_names(names.get("actions", "actions"))[0])
-    if not {"rewards", *FLAGS} & {*stored} and any(re.match(f"{actions}_[0-9]", n) for n in stored):
+    is_numbered = any(re.match(f"{actions}_[0-9]", n) for n in stored)
+    if (is_numbered and not {"rewards", *FLAGS} & {*stored}) or all(map(_NUMBERED.match, stored)):
         stored = {
             _NUMBERED.sub(r"\2/\1/\3", name).strip("/"): rows for name, rows in stored.items()
         }
@@ -136,7 +137,7 @@ def _columns(
             headers[column] = header._replace(shape=(steps, *header.shape[1:]))
             headers |= {after: headers[column]._replace(first=1)} if after else {}
     for flag in {*flags} & {*group} if steps > 0 else ():
-        if group[flag].shape in {(), (1,)} - {(steps,)}:  # one value an episode
+        if group[flag].dtype and group[flag].shape in {(), (1,)} - {(steps,)}:  # one an episode
             ended = flag_values(np.array([file.scalar(group[flag].path)]), flag, where)
             headers[flag] = ended & (np.arange(steps) == steps - 1)
     optional = (*OPTIONAL, "next_obs")
