@@ -174,8 +174,6 @@ class _Folder:
     def _rows(self, name: str, part: DataFile, start: int, stop: int) -> Any:
         column = self._recent.get(name)
         if column is None or column.file is not part.file:
-            if column is not None:
-                column.close()
             column = self._recent[name] = Column(part.file, name)
         return column.read(start - part.first, stop - part.first)
 
