@@ -197,7 +197,10 @@ def outcome(trials: Sequence[TrialResult]) -> dict[str, Any]:
 
 def listed(seeds: list[int]) -> list[int]:
     """Return seeds that are given as their number or each."""
-    return seeds if len(seeds) > 1 else list(range(*seeds))
+    listed = seeds if len(seeds) > 1 else list(range(*seeds))
+    if not listed or min(listed) < 0:
+        raise SystemExit(f"--seeds {shlex.join(map(str, seeds))}: give a number from 1, or seeds")
+    return listed
 
 
 def text_of(shares: Sequence[float], digits: int = 1, scale: float = 100.0) -> str:

@@ -21,6 +21,7 @@ from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.sections import GoalSettings, Mode, Placement, Road, Sharding
 from gear_offline.core.files import Closing
 from gear_offline.core.text import plain
+from gear_offline.core.torch_state import torch_defaults
 from gear_offline.core.types import Int64Array
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.distributed.world import World, resolve_device
@@ -147,6 +148,7 @@ class GearLoader(Closing, Iterator[Batch]):
     True
     """
 
+    @torch_defaults()
     def __init__(
         self,
         dataset: TableData | str | os.PathLike[str],
@@ -363,6 +365,7 @@ class GearLoader(Closing, Iterator[Batch]):
         """Return (rank_batch,) int64: which slots of a step's global batch this rank's has."""
         return self.rows.segments.slots_at(step)
 
+    @torch_defaults()
     def static_batch(
         self, *, ahead: bool = False, windows: Sequence[Windows] = (), live: bool = False
     ) -> StaticBatch:
@@ -464,6 +467,7 @@ class GearLoader(Closing, Iterator[Batch]):
             "dataset": data_digest(self.dataset),
         }
 
+    @torch_defaults()
     def _batches(self, first_step: int, steps: int, *, ahead: bool) -> list[Batch]:
         windows = self.rows.windows(int(first_step), steps, ahead=ahead)
         return split_steps(windows, self.padding, self._task_bounds)

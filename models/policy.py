@@ -23,12 +23,13 @@ from torch import Tensor
 from gear_offline.config.problems import problem_text
 from gear_offline.core.hub import put
 from gear_offline.core.text import count_text
+from gear_offline.core.torch_state import torch_defaults
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
 from gear_offline.dataset.schema import match_columns
 from gear_offline.dataset.scores import RewardEdit
 from gear_offline.errors import InputError, given_path
 from gear_offline.kernels.cuda_module import capture_lock, capturing
-from gear_offline.models.base import PlayedWindow, SequenceModel, telling_model
+from gear_offline.models.base import PlayedWindow, SequenceModel, calling_model
 from gear_offline.models.encoders import InputColumn
 from gear_offline.models.policy_folder import CARD, PLACE, PolicyFacts, PolicyFile, write_policy
 from gear_offline.tables.fields import ObservedColumn, Window
@@ -85,6 +86,7 @@ class Policy:
     embedding stay at its last row, so episodes may be longer than those of the data.
     """
 
+    @torch_defaults()
     def __init__(
         self,
         model: SequenceModel,
@@ -256,6 +258,7 @@ class Policy:
         self._steps[chosen] = 0
         self._waiting[chosen] = False
 
+    @torch_defaults()
     @torch.inference_mode()
     def capture(self, environments: int) -> None:
         """Make ready for so many environments, which on a GPU act as one CUDA graph then.
@@ -267,7 +270,7 @@ class Policy:
             remedy = "act without waiting for the GPU, as .item() does, train with "
             remedy += "train.graph=off, or play on the CPU: evaluate.device=cpu, "
             remedy += "evaluate --device cpu"
-            with telling_model(self.model, "capturing act() as a CUDA graph", remedy):
+            with calling_model(self.model, "capturing act() as a CUDA graph", remedy):
                 self._graph = _Graph(self)
 
     def act(
@@ -305,6 +308,7 @@ class Policy:
         """
         return self.ask(observations, indices, generator=generator)()
 
+    @torch_defaults()
     @torch.inference_mode()
     def ask(
         self,
@@ -341,7 +345,7 @@ class Policy:
                 filled = min(int(steps.max()) + 1, self.context_length)
             now = torch.from_numpy(numbers).to(self.device)
             states = {name: torch.from_numpy(rows).to(self.device) for name, rows in seen.items()}
-            with telling_model(self.model, "act()"):
+            with calling_model(self.model, "act()"):
                 actions = np.asarray(self._step(now, states, filled, noise).cpu().numpy())
             wait = partial(np.asarray, actions)
 

@@ -1,6 +1,8 @@
 """Small models, the released class with their weights, and batches, for the tests of the model."""
 
 # mypy: disable-error-code="no-untyped-call"
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -18,6 +20,20 @@ from gear_offline.models.loss import mean_loss, step_losses
 
 TOLERANCE = 1e-5  # float32, on valid tokens
 STATES, ACTIONS, STEPS, WINDOWS = 5, 3, 7, 6
+
+
+@contextmanager
+def float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def meta() -> torch.device:
+    """Return another default device than the CPU, a context."""
+    return torch.device("meta")
 
 
 def make(**changes: Any) -> DecisionTransformer:

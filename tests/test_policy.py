@@ -2,8 +2,11 @@
 
 import json
 import math
+import os
 import shutil
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +22,14 @@ from transformers import DecisionTransformerModel
 import gear_offline as go
 from gear_offline import export_policy
 from gear_offline.cli.main import main
+from gear_offline.core.torch_state import torch_threads
 from gear_offline.dataset.scores import RewardEdit
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy import Policy
 from gear_offline.models.tensor_file import file_facts
 from tests.checkpoint_support import write_run
-from tests.model_support import ACTIONS, STATES, make, released_model
+from tests.model_support import ACTIONS, STATES, float64, make, meta, released_model
 from tests.support import Captured, Patch, failing_code, one_error
 
 STEPS, COUNT, FRAME, STACK = 60, 3, (36, 36), 2  # the model knows timesteps up to 49
@@ -63,6 +67,44 @@ def act(policy: Policy) -> np.ndarray[Any, Any]:
         actions.append(policy.act(seen)[0])
         policy.observe_reward([0.5])
     return np.array(actions)
+
+
+@pytest.mark.parametrize("around", [float64, meta])
+def test_a_caller_s_torch_changes_no_action(around: Any, tmp_path: Path) -> None:
+    policy = policy_of("normalised")
+    folder, before = policy.save(tmp_path / "policy"), act(policy)
+    with around():
+        np.testing.assert_array_equal(act(policy), before)
+        loaded = go.load_policy(str(folder), device="cpu")
+        np.testing.assert_array_equal(act(loaded), before)
+        assert {weight.dtype for weight in loaded.model.parameters()} == {torch.float32}
+    np.testing.assert_array_equal(act(loaded), before)
+
+
+def test_a_process_that_was_forked_acts_and_does_not_wait_for_ever(tmp_path: Path) -> None:
+    """Threads of OpenMP stay behind; so does the number of threads, which is refused there."""
+    policy, threads = make_policy(make(layers=1)), torch.get_num_threads()
+    policy.reset(range(COUNT), [5.0] * COUNT)
+    torch.set_num_threads(2)
+    try:
+        policy.act(np.ones((COUNT, STATES)))
+        policy.observe_reward(np.zeros(COUNT))
+        torch.ones(1 << 18).add(1.0)  # by both
+        child = os.fork()
+        if not child:
+            policy.act(np.ones((COUNT, STATES)))
+            alone = torch.ones(1 << 18).add(1.0).sum().item() == 1 << 19
+            with suppress(InputError), torch_threads(2):
+                alone = False
+            os._exit(7 if alone else 1)
+        deadline = time.monotonic() + 60
+        while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if ended == (0, 0):
+            os.kill(child, 9)
+        assert os.waitstatus_to_exitcode(ended[1]) == 7
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("kind", ["normalised", "one step", "frames"])

@@ -24,6 +24,7 @@ from gear_offline.training.json_lines import read_records
 from gear_offline.training.learner import Learner
 from gear_offline.training.seeding import deterministic
 from gear_offline.training.trained import load_policy
+from tests.model_support import float64, meta
 from tests.ranks_support import ranks_recipe
 from tests.support import make_dataset, one_error
 from tests.test_parallel_training import trained
@@ -265,16 +266,7 @@ def torch_settings() -> list[object]:
     ]
 
 
-@contextmanager
-def float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, float64])
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, float64, meta])
 def test_a_caller_s_torch_changes_no_weights(
     around: Any, whole: Path, data: Path, tmp_path: Path
 ) -> None:

@@ -333,8 +333,10 @@ def test_evaluations_that_fail_are_told_with_their_error(
     streams = capsys.readouterr()
     assert streams.out.split() == [run[1]]
     assert " ".join(streams.err.split()).startswith(f"error[EVALUATION]: {why} ({run[1]}); ")
-    assert cli.main(["sweep", str(recipe), "--seeds", "2", *swept]) == 1
-    trials = json.loads(capsys.readouterr().out)["trials"]
+    assert cli.main(["sweep", str(recipe), "--seeds", "2", *swept, "-q"]) == 1
+    told = capsys.readouterr()
+    trials = json.loads(told.out)["trials"]
+    assert told.err.splitlines() == [f"error[EVALUATION]: s{seed}: {why}" for seed in range(2)]
     assert [(trial["status"], trial["error"]) for trial in trials] == [("complete", why)] * 2
     summary = out / "training" / "runs" / "fifo,s0" / "summary.json"
     rate = json.loads(summary.read_text())["steps_per_second"]

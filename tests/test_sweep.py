@@ -97,6 +97,8 @@ def test_a_trial_that_fails_ends_alone_and_is_tried_again(recipe: Recipe, tmp_pa
     assert result.table.rows[0].failed == ("s1",) and result.table.rows[0].seeds == (0, 2)
     assert "not a directory" in str(result.trials[1].error)
     (out / "runs" / "s1").unlink()
+    (out / "runs" / "s1" / "plots").mkdir(parents=True)  # a copy has left it
+    (out / "runs" / "s1" / "evaluations.jsonl").touch()
     result = sweep(recipe, seeds=3, out=out, parallel=1, quiet=True)
     assert result.is_complete and result.table.rows[0].failed == ()
 
@@ -303,9 +305,10 @@ def test_any_label_gives_a_name_that_is_a_directory_of_its_own(label: str) -> No
 
 
 def test_seeds() -> None:
-    given = {"3": [0, 1, 2], "3,5,7": [3, 5, 7], "12,": [12], "1": [0]}
+    given = {"3": [0, 1, 2], "3,5,7": [3, 5, 7], "12,": [12], "1": [0], "7,2..4": [7, 2, 3, 4]}
     assert {text: parse_seeds(text) for text in given} == given
-    for text in ("", "0", "-1", "1.5", "a", ",", "1,-2", "99999999999"):
+    assert parse_seeds("2", 5) == parse_seeds(2, 5) == [5, 6] == parse_seeds([5, 6], 9)
+    for text in ("", "0", "-1", "1.5", "a", ",", "1,-2", "99999999999", "1..", "3..2", "0..20000"):
         with one_error("USAGE", "--seeds"):
             parse_seeds(text)
 

@@ -21,6 +21,7 @@ import pytest
 import gear_offline as go
 from gear_offline.cli.main import main
 from gear_offline.errors import GearError
+from gear_offline.models.policy import Policy
 from gear_offline.training.json_lines import read_records
 from tests.forks import run_forked
 from tests.support import Captured, Patch
@@ -193,6 +194,46 @@ def test_curves_go_on_where_the_clock_has_gone_back(
     monkeypatch.setattr(time, "time", lambda: now() - 86_400)
     go.train(recipe, out=run, resume=True, quiet=True)
     check("tensorboard", run)
+
+
+class Notes:
+    """A tracker of one's own: its file has a line a call."""
+
+    def __init__(self, run: go.Run, project: str) -> None:
+        self.file = run.path / "notes"
+        lines = self.file.read_text().splitlines() if self.file.exists() else []
+        self.told = dict(sorted((kind, int(step)) for kind, step in map(str.split, lines)))
+
+    def send(self, step: int, values: dict[str, float]) -> None:
+        with open(self.file, "a") as file:
+            file.write(f"{next(iter(values)).partition('/')[0]} {step}\n")
+
+    def close(self) -> None:
+        pass
+
+
+def test_an_evaluation_that_is_played_again_is_sent_behind_later_ones(
+    data: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    pytest.importorskip("tensorboard")
+    own, run, asked = f"{__file__}:Notes", tmp_path / "run", list[int]()
+    words = [f"train.trackers=[tensorboard, {own}]", "evaluate.background=off"]
+    words += ["train.evaluate_every=10", "train.checkpoint_every=10", "train.keep_checkpoints=3"]
+    recipe, ask = tiny_recipe(data, *words), Policy.ask
+
+    def fails_first(self: Policy, *words: Any, **options: Any) -> Any:
+        asked.append(1)
+        return ask(self, *words, **options) if len(asked) > 1 else 1 / 0
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Policy, "ask", fails_first)
+        go.train(recipe, out=run, quiet=True)
+    for _ in range(2):  # the first plays, the second has nothing to send
+        go.train(recipe, out=run, resume=True, quiet=True)
+        assert (run / "notes").read_text().split("evaluate ")[1:] == ["20\n", "10\n"]
+        shown = shown_by_tensorboard(run)
+        for tag, points in expected(run).items():
+            assert sorted(step for step, _ in shown[tag]) == sorted(step for step, _ in points)
 
 
 @each_tracker

@@ -20,6 +20,7 @@ import torch
 from gear_offline.analysis.spikes import Spike, find_spikes, logged_losses
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.text import Document, short, typed
+from gear_offline.core.torch_state import torch_threads
 from gear_offline.core.types import Int64Array
 from gear_offline.errors import InputError
 from gear_offline.loaders.loader import GearLoader
@@ -101,6 +102,7 @@ class Blame(Document):
             console.print(f"without these batches: {command} 'train.skip={skip}'")
 
 
+@torch_threads(None)
 def blame(
     run: Run | str | os.PathLike[str],
     first: int,

@@ -30,7 +30,7 @@ from gear_offline.runs.prepare import prepare_dataset
 from gear_offline.sampling import find_strategy
 from gear_offline.sweep.report import SweepResult, read_sweep
 from gear_offline.sweep.run import run_trials
-from gear_offline.sweep.trials import MOST_TRIALS, Trial, trial_name
+from gear_offline.sweep.trials import Seeds, Trial, parse_seeds, trial_name
 from gear_offline.tables.joint import TableData
 
 
@@ -39,7 +39,7 @@ def compare_strategies(
     strategies: str | Sequence[Any] | None = None,
     *,
     train: bool = False,
-    seeds: int = 3,
+    seeds: Seeds = 3,
     out: str | os.PathLike[str] | None = None,
     parallel: int | None = None,
     exact: bool = False,
@@ -60,7 +60,7 @@ def compare_strategies(
         Train every strategy with every seed, too, as a sweep in ``OUT/training``; called again it
         goes on.
     seeds
-        Number of seeds of each strategy, from the recipe's own on.
+        Of each strategy: a number of seeds from the recipe's own on, or a list, as of a sweep.
     out
         Folder of the page; by default ``runs/NAME-strategies``.
     parallel, exact, ray
@@ -79,8 +79,7 @@ def compare_strategies(
     whole = load_recipe(recipe)
     folder = given_path(out or f"runs/{whole.name}-strategies", "OUTPUT_WRITE", where="out")
     candidates = parse_candidates(strategies, whole)
-    if train and not 1 <= seeds <= MOST_TRIALS:
-        raise InputError("USAGE", f"{seeds} seeds", remedy="give 1 or more; a verdict takes 3")
+    numbers = parse_seeds(seeds, whole.seed)
     if train and whole.evaluate.episodes == 0:
         what = "strategies are compared by their returns, but evaluate.episodes is 0"
         raise InputError("USAGE", what, remedy="leave out --train to see what strategies draw")
@@ -90,7 +89,7 @@ def compare_strategies(
     if train:
         pairs = zip(candidates, comparison.strategies, strict=True)
         usable = [candidate for candidate, row in pairs if row.draws is not None]
-        trials = _trials(whole, usable, range(whole.seed, whole.seed + seeds))
+        trials = _trials(whole, usable, numbers)
         place = folder / "training"
         try:
             sweep = run_trials(trials, place, parallel=parallel, exact=exact, ray=ray, quiet=quiet)

@@ -6,8 +6,11 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
+
+import typer
 
 from gear_offline.core.files import CHECK, REMEDIES
 from gear_offline.core.text import printable, show_error
@@ -40,6 +43,16 @@ def tell(error: Exception, debug: bool) -> int:
     else:
         show_error("INTERNAL", f"{type(error).__name__}: {error}; run again with --debug")
     return 1
+
+
+def tell_failures(failures: Sequence[tuple[str, str]], quiet: bool) -> None:
+    """Exit with 1 if runs failed; print their errors, if `quiet` has kept them back."""
+    for run, failure in failures if quiet else ():
+        code, _, what = failure.partition(": ")  # of training; of evaluations there is no code
+        code, what = (code, what) if code.isupper() else ("EVALUATION", failure)
+        show_error(code, f"{run}: {what}")
+    if failures:
+        raise typer.Exit(1)
 
 
 def _remedy(error: Exception, message: str) -> str:

@@ -18,7 +18,7 @@ import typer
 from typer import Argument, Option
 
 import gear_offline as go
-from gear_offline.cli.errors import tell
+from gear_offline.cli.errors import tell, tell_failures
 from gear_offline.cli.values import (
     Axes,
     Count,
@@ -399,7 +399,7 @@ def export_policy(
 def sweep(
     recipe: RecipeName,
     overrides: list[str] = Axes(),
-    seeds: str | None = Option(None, help="Number of seeds from 0 on (8), or a list (3,5,7)."),
+    seeds: str | None = Option(None, help="Number of seeds from 0 on (8), or a list (3,5,8..10)."),
     out: Path | None = Option(None, help="Sweep directory; default runs/NAME-sweep."),
     parallel: int | None = Option(
         None, min=1, help="Runs at a time, on each GPU; default: what pays off."
@@ -410,18 +410,17 @@ def sweep(
     quiet: Quiet = False,
 ) -> None:
     """Train a recipe with several seeds and settings; the same command again goes on."""
-    from gear_offline.sweep.trials import make_trials, parse_options, parse_seeds
+    from gear_offline.sweep.trials import make_trials, parse_options
 
-    numbers = None if seeds is None else parse_seeds(seeds)
-    make_trials(recipe, parse_options(overrides), numbers)  # a typo is told before torch is loaded
+    make_trials(recipe, parse_options(overrides), seeds)  # a typo is told before torch is loaded
 
     how: dict[str, Any] = {"parallel": parallel, "exact": exact, "ray": ray, "quiet": quiet}
-    result = go.sweep(recipe, overrides, seeds=numbers, out=out, **how)
+    result = go.sweep(recipe, overrides, seeds=seeds, out=out, **how)
     if not (quiet or as_json):
         show(None, print_text=result.print)
     show(result.to_json(), as_json, lambda: print(result.path))
-    if not result.is_complete:
-        raise typer.Exit(1)
+    left = [trial for trial in result.trials if trial.failure or trial.status != "complete"]
+    tell_failures([(t.trial.name, t.failure or "INCOMPLETE: not all steps") for t in left], quiet)
 
 
 app.add_typer(runs_app, name="runs", rich_help_panel="Compare")
@@ -490,7 +489,7 @@ def strategies(
     overrides: list[str] = Overrides(),
     strategies: str | None = Option(None, help="uniform_steps,top_k:k=50 or such; or a YAML file."),
     train: bool = Option(False, "--train", help="Train each as well, and compare the returns."),
-    seeds: int | None = Option(None, min=1, help="Runs of each, with --train; default 3."),
+    seeds: str | None = Option(None, help="Runs of each, with --train (3), or a list (3,5,8..10)."),
     parallel: int | None = Option(None, min=1, help="Runs at a time, on each GPU, with --train."),
     exact: Exact = False,
     ray: Ray = None,
@@ -504,8 +503,10 @@ def strategies(
         raise InputError("USAGE", what, remedy="add --train")
     whole = go.load_recipe(recipe, overrides)
     from gear_offline.analysis.sampling import parse_candidates
+    from gear_offline.sweep.trials import parse_seeds
 
     parse_candidates(strategies, whole)  # before torch is loaded
+    parse_seeds(seeds or 3)
     from gear_offline.analysis.page import print_comparison
 
     folder = out or Path("runs") / f"{whole.name}-strategies"
@@ -515,8 +516,8 @@ def strategies(
     if not as_json:
         show(None, print_text=lambda: print_comparison(comparison))
     show(comparison.to_json(), as_json, lambda: print(folder / "strategies.html"))
-    if any(outcome.failures for outcome in comparison.outcomes):
-        raise typer.Exit(1)
+    failures = [failure for outcome in comparison.outcomes for failure in outcome.failures]
+    tell_failures(failures, quiet)
 
 
 @command("Machines", "doctor", "doctor --json")

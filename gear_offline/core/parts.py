@@ -204,7 +204,7 @@ def find_part(kind: Kind, name: object) -> Any:
         return _live[name] if name in _live else _attribute(kind, name)
     for entry in kind.installed:
         if entry.name == name:
-            with telling(kind, f"loading {entry.value}", name):
+            with calling_part(kind, f"loading {entry.value}", name):
                 return entry.load()
     known = sorted({*kind.own, *(entry.name for entry in kind.installed)})
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
@@ -242,7 +242,7 @@ def part_module(kind: Kind, name: str) -> ModuleType:
     """Import the module or the file of a part."""
     place = name.rpartition(":")[0]
     if not place.endswith(".py"):
-        with telling(kind, f"importing {place}", name):
+        with calling_part(kind, f"importing {place}", name):
             return import_module(place)
     try:
         content = Path(place).read_bytes()
@@ -255,7 +255,7 @@ def part_module(kind: Kind, name: str) -> ModuleType:
         raise InputError(kind.code, f"{place} has changed meanwhile", kind.option, remedy)
     known, module = _modules.get(place, ("", ModuleType("")))
     if known != digest:
-        with telling(kind, f"importing {place}", name):
+        with calling_part(kind, f"importing {place}", name):
             module = _execute(Path(place), content)
         _modules[place] = digest, module
     return module
@@ -315,7 +315,7 @@ def _beside(folder: str) -> Iterator[None]:
 
 
 @contextmanager
-def telling(kind: Kind, what: str, name: str) -> Iterator[None]:
+def calling_part(kind: Kind, what: str, name: str) -> Iterator[None]:
     """Raise a part's errors as an `InputError` that shows the lines of its own files."""
     try:
         yield

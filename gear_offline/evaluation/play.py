@@ -23,6 +23,7 @@ from gear_offline.core.files import Closing
 from gear_offline.core.parts import is_part
 from gear_offline.core.system import available_bytes, versions
 from gear_offline.core.text import count_text, say
+from gear_offline.core.torch_state import torch_threads
 from gear_offline.dataset.schema import channels_last, match_columns
 from gear_offline.dataset.scores import ReferenceScores, known_scores, reference_scores
 from gear_offline.errors import GearError, InputError
@@ -35,7 +36,6 @@ from gear_offline.progress import Progress
 from gear_offline.tables.fields import STATES
 from gear_offline.training.model import sizes_of
 from gear_offline.training.records import EvaluationReport, TargetResult, TaskResult
-from gear_offline.training.seeding import torch_threads
 from gear_offline.training.trained import TrainedModel, find_trained
 from gear_offline.workers import Caller, RayPool
 

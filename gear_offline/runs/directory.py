@@ -78,18 +78,21 @@ def is_run(folder: Path) -> bool:
     return marked or bool(list_checkpoints(folder / "checkpoints"))
 
 
+def _has_content(path: Path) -> bool:
+    """Return true if a directory has a file that is not empty, or left by a kill."""
+    files = (Path(at, name) for at, _, names in os.walk(path) for name in {*names} - NEGLIGIBLE)
+    return any(file.lstat().st_size for file in files)
+
+
 def check_place(path: Path, *, resume: bool) -> None:
     """Refuse a directory that is not a run's to write."""
     if path.exists() and not path.is_dir():
         raise unusable(path, "not a directory")
-    content = set(os.listdir(path)) if path.is_dir() else set()
-    if not content - NEGLIGIBLE:
-        return
-    if not is_run(path):
+    if not is_run(path) and _has_content(path):
         what = "the directory is not empty and holds no run"
-        remedy = "train into another directory: --out"
+        remedy = "move what is there away, or train into another directory: --out"
         raise InputError("OUTPUT_EXISTS", what, str(path), remedy)
-    if not resume:
+    if is_run(path) and not resume:
         remedy = "go on with --resume, or train into another directory (--out, name=, seed=)"
         raise InputError("OUTPUT_EXISTS", "there is a run already", str(path), remedy)
 

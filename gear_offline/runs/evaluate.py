@@ -14,6 +14,7 @@ from typing import Any
 from gear_offline.core.files import check_new_file, write_error
 from gear_offline.core.parts import admit, part_name
 from gear_offline.core.text import say
+from gear_offline.core.torch_state import torch_threads
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import GearError, InputError, given_path, json_options
 from gear_offline.evaluation.environments import say_left_out, say_version
@@ -28,7 +29,6 @@ from gear_offline.evaluation.video import check_video, write_videos
 from gear_offline.models.policy import Policy
 from gear_offline.progress import Terminal
 from gear_offline.training.records import EvaluationReport
-from gear_offline.training.seeding import torch_threads
 from gear_offline.training.trained import TrainedModel, find_trained, live
 from gear_offline.workers import RayPool
 

@@ -28,6 +28,7 @@ from gear_offline.core.interruption import Aborted, StopRequest
 from gear_offline.core.parts import is_importable
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text, finite
+from gear_offline.core.torch_state import torch_threads
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
 from gear_offline.evaluation.environments import known_of
@@ -48,7 +49,6 @@ from gear_offline.training.json_lines import AppendedFile
 from gear_offline.training.learner import Learner
 from gear_offline.training.records import EvaluationReport, read_evaluations
 from gear_offline.training.saving import Saver
-from gear_offline.training.seeding import torch_threads
 from gear_offline.training.trained import find_trained
 from gear_offline.workers import Caller, WorkerPool
 

@@ -22,6 +22,7 @@ from gear_offline.core.files import Closing, write_error
 from gear_offline.core.interruption import StopRequest
 from gear_offline.core.system import torch_alone
 from gear_offline.core.text import say, typed
+from gear_offline.core.torch_state import torch_threads
 from gear_offline.distributed.world import World, current, open_world, rank_device, resolve_device
 from gear_offline.errors import GearError
 from gear_offline.runs.callbacks import Callback, Callbacks, recipe_callbacks
@@ -36,7 +37,7 @@ from gear_offline.training.checkpoint import Keep, remove_partial
 from gear_offline.training.gradients import check_micro_batches
 from gear_offline.training.learner import Learner
 from gear_offline.training.saving import Saver, restore
-from gear_offline.training.seeding import deterministic, torch_threads
+from gear_offline.training.seeding import deterministic
 from gear_offline.training.stack import Stack
 
 PAUSE_SECONDS = 0.01  # of a run that waits for its evaluations

@@ -41,8 +41,9 @@ class Tracker(Protocol):
 
     It is made with the run and a project.
 
-    It goes on with a run that it has, and shows the recipe.  `told` is the last step that it holds
-    of each kind when it is opened: only later ones are sent, each once, in the order of a kind.
+    It goes on with a run that it has, and shows the recipe.  `told` is the largest step that it
+    holds of each kind when it is opened: only later ones are sent, each once, and evaluations that
+    failed before.
     """
 
     told: dict[str, int]
@@ -110,6 +111,7 @@ class Trackio:
                 lambda: trackio.init(project, name=name, config=config, resume="allow", **own)
             )
         rows = SQLiteStorage.get_logs(project, name, run_id=self._run.id)
+        rows.sort(key=lambda row: row["step"])
         self.told = {key.partition("/")[0]: row["step"] for row in rows for key in row}
 
     def send(self, step: int, values: dict[str, float]) -> None:
@@ -158,6 +160,7 @@ class Tracking(Callback):
     def __init__(self, name: str, project: str) -> None:
         self._name, self._project = name, project
         self._tracker: Tracker | None = None
+        self._failed = set[tuple[str, int]]()  # evaluations, which may be played again
 
     def open(self, run: Run) -> None:
         """Open the tracker and send what it lacks of the run's files."""
@@ -165,13 +168,16 @@ class Tracking(Callback):
         for kind, (file, line) in FILES.items():
             for record in read_records(run.path / file):
                 line.model_validate(record)  # refuses what is no such line
+                note = self._failed.add if record.get("error") else self._failed.discard
+                note((kind, record["step"]))
                 self._show(kind, record["step"], record)
 
     def _show(self, kind: str, step: int, record: Mapping[str, Any]) -> None:
         """Send a line, but none of a step that a resumed run does again."""
-        values = _values(kind, record)
-        if self._tracker is not None and values and step > self._tracker.told.get(kind, 0):
-            self._tracker.send(step, values)
+        values, tracker = _values(kind, record), self._tracker
+        told = tracker.told.get(kind, 0) if tracker and (kind, step) not in self._failed else 0
+        if tracker is not None and values and step > told:
+            tracker.send(step, values)
 
     def close(self) -> None:
         if self._tracker is not None:

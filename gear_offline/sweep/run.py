@@ -18,7 +18,6 @@ import torch
 
 from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.config.strict_yaml import whole_number
 from gear_offline.core.parts import is_importable
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text, first_line, plain, say
@@ -50,7 +49,7 @@ def sweep(
     recipe: Recipe | str | os.PathLike[str],
     options: Overrides = (),
     *,
-    seeds: int | Sequence[int] | None = None,
+    seeds: str | int | Sequence[int] | None = None,
     out: str | os.PathLike[str] | None = None,
     parallel: int | None = None,
     exact: bool = False,
@@ -72,7 +71,7 @@ def sweep(
         as the command line takes them: ``["model.layers=3,4"]``.  Every combination is a trial.
         A list that `gear_offline.train` takes, as of ``evaluate.targets``, is one value.
     seeds
-        A number of seeds from 0 on, or a list of them; by default the recipe's own.
+        A number of seeds from 0 on, or a list, also ``"3,5,8..10"``; by default the recipe's own.
     out
         Directory of the sweep; by default ``runs/NAME-sweep``.
     parallel
@@ -101,9 +100,6 @@ def sweep(
     TrainingInterrupted
         ``INTERRUPTED`` after Ctrl-C or SIGTERM; what the trials have done is saved.
     """
-    seeds = whole_number(plain(seeds))
-    if isinstance(seeds, int | float):
-        seeds = range(seeds) if isinstance(seeds, int) else [seeds]  # no seed, as is told
     values = option_values(recipe, options)
     if out is None:
         names = values.get("name", [])

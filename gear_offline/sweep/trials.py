@@ -22,14 +22,16 @@ from pydantic import BaseModel, Field
 
 from gear_offline.config.files import flat
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.config.strict_yaml import dump_yaml, parse_yaml, typed_value
+from gear_offline.config.strict_yaml import dump_yaml, parse_yaml, typed_value, whole_number
 from gear_offline.core.files import LOCK, HeldDirectory, read_regular, write_file
-from gear_offline.core.text import first_line
+from gear_offline.core.text import first_line, plain
 from gear_offline.errors import InputError, given_path
 
 MOST_TRIALS = 10_000
 NAME_CHARACTERS = 80
 MOST_BYTES = 1 << 30  # of sweep.json
+Seeds = str | float | Sequence[int]
+_SPAN = re.compile(r"([0-9]+)(?:\.\.([0-9]+))?")  # as of `blame`
 _UNSAFE = re.compile(r"[^A-Za-z0-9._=,+-]+")
 
 
@@ -45,7 +47,7 @@ class Trial(BaseModel, frozen=True):
 def make_trials(
     recipe: Recipe | str | os.PathLike[str],
     options: Mapping[str, Sequence[Any]],
-    seeds: Sequence[int] | None = None,
+    seeds: Seeds | None = None,
     *,
     named: Sequence[str] = (),
 ) -> list[Trial]:
@@ -57,7 +59,7 @@ def make_trials(
     if seeds is not None:
         if "seed" in axes:
             raise _unusable("seeds are given twice, by --seeds and by seed=", "keep one of them")
-        axes["seed"] = list(seeds)
+        axes["seed"] = parse_seeds(seeds)
     count = 1
     for key, values in axes.items():
         if not values or any(value in values[:place] for place, value in enumerate(values)):
@@ -111,18 +113,22 @@ def parse_options(overrides: Sequence[str]) -> dict[str, list[Any]]:
     return options
 
 
-def parse_seeds(text: str) -> list[int]:
-    """Return the seeds of ``"8"`` (0 to 7) or ``"3,5,7"``."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts if part) or not any(parts):
-        raise _unusable(f"--seeds {text!r} names no seeds", "write it like 8, or like 3,5,7")
-    numbers = [int(part) for part in parts if part]
-    if len(parts) > 1:
-        return numbers
-    if not 1 <= numbers[0] <= MOST_TRIALS:
-        remedy = "a single seed is written with a comma: 12345,"
-        raise _unusable(f"--seeds {text} is not a number from 1 to {MOST_TRIALS:,}", remedy)
-    return list(range(numbers[0]))
+def parse_seeds(seeds: Seeds, first: int = 0) -> list[Any]:
+    """Return the seeds of a number of them (8, from `first` on) or of a list: ``"3,5,8..10"``."""
+    given = whole_number(plain(seeds))
+    if isinstance(given, str) and not given.strip().isdecimal():
+        spans = [_SPAN.fullmatch(part.strip()) for part in given.split(",") if part.strip()]
+        ranges = [range(int(span[1]), int(span[2] or span[1]) + 1) for span in spans if span]
+        if len(ranges) < len(spans) or not any(ranges) or sum(map(len, ranges)) > MOST_TRIALS:
+            what = f"--seeds {given[:40]!r} names no seeds, or more than {MOST_TRIALS:,}"
+            raise _unusable(what, "write it like 8, or like 3,5,8..10")
+        return [*itertools.chain.from_iterable(ranges)]
+    if isinstance(given, str | int):
+        if not 1 <= int(given) <= MOST_TRIALS:
+            remedy = "a single seed is written with a comma: 12345,"
+            raise _unusable(f"--seeds {given} is not a number from 1 to {MOST_TRIALS:,}", remedy)
+        return list(range(first, first + int(given)))
+    return [given] if isinstance(given, float) else list(given)  # no seed, as is told
 
 
 def settings_label(settings: Mapping[str, Any]) -> str:

@@ -1,8 +1,7 @@
-"""Sources of a run's bits: random numbers of its ranks, CPU threads, kernels with one order.
+"""Sources of a run's bits: random numbers of its ranks, kernels with one order.
 
-Sums over several threads have other last bits than sums over one.  On a GPU torch picks kernels for
-speed; some add up in an order that differs from run to run, and libraries may time several and keep
-the fastest.  `deterministic` leaves only kernels with one order.
+On a GPU torch picks kernels for speed; some add up in an order that differs from run to run, and
+libraries may time several and keep the fastest.  `deterministic` leaves kernels with one order.
 """
 
 from __future__ import annotations
@@ -17,25 +16,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gear_offline.distributed.world import World
-from gear_offline.errors import InputError
 
 CUBLAS_WORKSPACE = ":4096:8"  # buffers of cuBLAS that let it keep one order of sums
-
-
-@contextmanager
-def torch_threads(count: int | None) -> Iterator[None]:
-    """Let torch use `count` CPU threads (None: no change), float32 and gradients, only inside."""
-    before, dtype = torch.get_num_threads(), torch.get_default_dtype()
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        raise InputError("USAGE", "torch.autocast is on", remedy="leave it before this call")
-    torch.set_num_threads(count or before)
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.inference_mode(False), torch.enable_grad():
-            yield
-    finally:
-        torch.set_num_threads(before)
-        torch.set_default_dtype(dtype)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import torch
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.hub import PREFIX, fetch, is_hub
 from gear_offline.core.parts import admit, digest_of, part_name, readmit
+from gear_offline.core.torch_state import torch_defaults
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError, given_path
 from gear_offline.models.base import MODELS, SequenceModel
@@ -155,6 +156,7 @@ def typed_model(model: Any) -> str | None:
     return kind
 
 
+@torch_defaults()
 def find_trained(
     given: str | os.PathLike[str],
     checkpoint: str | int | None = None,
