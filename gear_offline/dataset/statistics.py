@@ -59,7 +59,7 @@ def _to_lists(value: Any) -> Any:
     """Return lists for JSON; null for NaN and infinities."""
     values = np.asarray(value)
     finite = np.isfinite(values)
-    return (values if finite.all() else np.where(finite, values, None)).tolist()
+    return (values if finite.all() else np.where(finite, values, np.array(None))).tolist()
 
 
 Values = Annotated[Any, PlainValidator(_to_array), PlainSerializer(_to_lists)]
