@@ -30,7 +30,6 @@ from gear_offline.sources.input_files import by_number, misfit
 
 _DIGITS, _DEMO = re.compile("[0-9]+"), re.compile("data/demo_[0-9]+")
 _NUMBERED = re.compile(r"^([^/]+?)_([0-9]+)(?:_([0-9]+))?$")  # actions_7, observations_7_0
-GYM_TYPE = 2  # of robomimic's EnvType: the name is that of a gym environment
 DONES = "dones mark a success or the end of a recording, and do not say which: every demonstration "
 DONES += "counts as truncated; --rule done-only takes them as terminations"
 JOINED = "one row a step is needed everywhere: the file is damaged, or joined of several"
@@ -84,9 +83,7 @@ def episode_groups(file: Hdf5File, names: Mapping[str, str]) -> dict[str, Group]
     actions = re.escape(split_names(names.get("actions", "actions"))[0])
     is_numbered = any(re.match(f"{actions}_[0-9]", n) for n in stored)
     if (is_numbered and not {"rewards", *FLAGS} & {*stored}) or all(map(_NUMBERED.match, stored)):
-        stored = {
-            _NUMBERED.sub(r"\2/\1/\3", name).strip("/"): rows for name, rows in stored.items()
-        }
+        stored = {_NUMBERED.sub(r"\2/\1/\3", n).strip("/"): rows for n, rows in stored.items()}
     found = [re.match(rf"(?:(.+?)/)??{actions}(?:/|$)", name) for name in stored]
     if not any(found):  # they may have another name
         found = [re.match(r"(?:(.*?[0-9][^/]*)/)?", n) for n in stored if n[:5] != "mask/"]
@@ -157,6 +154,6 @@ def _environment(file: Hdf5File) -> tuple[dict[str, Any], str | None, str | None
     with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
         args = json.loads(str(text))
         name, kind = str(args["env_name"]), args.get("type")
-        gymnasium = kind == GYM_TYPE and is_gymnasium_id(name)
+        gymnasium = kind == 2 and is_gymnasium_id(name)  # EnvType.GYM_TYPE of robomimic
         return {"env_args": text}, name if gymnasium else None, dataset_of_file(name)
     return {}, None, None
