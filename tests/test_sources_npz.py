@@ -169,7 +169,8 @@ def test_flipped_bits_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_count_from_another_number_is_told(tmp_path: Path) -> None:
-    columns = {"observations": np.zeros((5, 2)), "actions": np.zeros((5, 1)), "t": [1, 2, 3, 1, 2]}
+    columns: Any = {"observations": np.zeros((5, 2)), "actions": np.zeros((5, 1))}
+    columns["t"] = [1, 2, 3, 1, 2]
     np.savez(tmp_path / "x.npz", **columns)
     refused(tmp_path / "x.npz", "SOURCE_LAYOUT", "its first row holds 1", rule="first:t=0")
     with open_source(tmp_path / "x.npz", rule="first:t=1") as source:

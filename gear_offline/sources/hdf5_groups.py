@@ -116,8 +116,8 @@ def _columns(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the columns of an episode, none if it has no steps; what is left out and why."""
     where, names = f"{file.path}: {name}", asked.names
-    groups = {column.split("/")[0] for column in group}
-    own = "obs" if "obs" in groups and "observations" not in {*names, *groups} else "observations"
+    tops = {column.split("/")[0] for column in group} | {*names}
+    needed = "obs" if "obs" in tops and "observations" not in tops else "observations"
     actions, *_ = split_names(names.get("actions", "actions"))
     observed, headers = names.get("observations", "observations"), dict[str, Any](group)
     below = (headers[n].shape for n in group if f"{n}/".startswith(f"{actions}/"))
@@ -138,14 +138,12 @@ def _columns(
             ended = flag_values(np.array([file.scalar(group[flag].path)]), flag, where)
             headers[flag] = ended & (np.arange(steps) == steps - 1)
     optional = (*OPTIONAL, "next_obs")
-    chosen, left_out = find_columns(headers, asked, (own, "actions"), optional, where=where)
+    chosen, left_out = find_columns(headers, asked, (needed, "actions"), optional, where=where)
     rows, claimed = headers[chosen[0]].shape[0], file.attribute(name, "num_samples")
     if isinstance(claimed, int) and claimed != rows:
         raise misfit(f"{count_text(rows, 'row')}, num_samples is {claimed}", where)
-    kept = {name: headers[name] for name in chosen}
-    return {
-        n: h if isinstance(h, np.ndarray) else file.column(h) for n, h in kept.items()
-    }, left_out
+    own = {n: file.column(h) if isinstance(h := headers[n], Hdf5Dataset) else h for n in chosen}
+    return own, left_out
 
 
 def _environment(file: Hdf5File) -> tuple[dict[str, Any], str | None, str | None]:
