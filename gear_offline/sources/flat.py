@@ -109,10 +109,8 @@ def flat_source(
     rule, lengths, ended, tail, hints = split_episodes(rule, table, flags, piece.steps, where=where)
     facts = {**facts, "unfinished_tail_steps": tail, "warnings": [*notes, *hints]}
     kinds, origin = row_kinds(columns), SourceInfo(rule=rule, attributes=facts, **info)
-    preferred = {name: getattr(rows, "preferred_rows", 0) for name, rows in columns.items()}
-    return Source(
-        [piece], kinds, lengths=lengths, terminated=ended, preferred=preferred, info=origin
-    )
+    sizes = {name: getattr(rows, "preferred_rows", 0) for name, rows in columns.items()}
+    return Source([piece], kinds, lengths=lengths, terminated=ended, preferred=sizes, info=origin)
 
 
 def find_columns(

@@ -30,7 +30,6 @@ from gear_offline.sources.input_files import by_number, misfit
 
 _DIGITS, _DEMO = re.compile("[0-9]+"), re.compile("data/demo_[0-9]+")
 _NUMBERED = re.compile(r"^([^/]+?)_([0-9]+)(?:_([0-9]+))?$")  # actions_7, observations_7_0
-GYM_TYPE = 2  # of robomimic's EnvType: the name is that of a gym environment
 DONES = "dones mark a success or the end of a recording, and do not say which: every demonstration "
 DONES += "counts as truncated; --rule done-only takes them as terminations"
 JOINED = "one row a step is needed everywhere: the file is damaged, or joined of several"
@@ -84,9 +83,7 @@ def episode_groups(file: Hdf5File, names: Mapping[str, str]) -> dict[str, Group]
     actions = re.escape(split_names(names.get("actions", "actions"))[0])
     is_numbered = any(re.match(f"{actions}_[0-9]", n) for n in stored)
     if (is_numbered and not {"rewards", *FLAGS} & {*stored}) or all(map(_NUMBERED.match, stored)):
-        stored = {
-            _NUMBERED.sub(r"\2/\1/\3", name).strip("/"): rows for name, rows in stored.items()
-        }
+        stored = {_NUMBERED.sub(r"\2/\1/\3", n).strip("/"): rows for n, rows in stored.items()}
     found = [re.match(rf"(?:(.+?)/)??{actions}(?:/|$)", name) for name in stored]
     if not any(found):  # they may have another name
         found = [re.match(r"(?:(.*?[0-9][^/]*)/)?", n) for n in stored if n[:5] != "mask/"]
@@ -119,8 +116,8 @@ def _columns(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the columns of an episode, none if it has no steps; what is left out and why."""
     where, names = f"{file.path}: {name}", asked.names
-    groups = {column.split("/")[0] for column in group}
-    own = "obs" if "obs" in groups and "observations" not in {*names, *groups} else "observations"
+    tops = {column.split("/")[0] for column in group} | {*names}
+    needed = "obs" if "obs" in tops and "observations" not in tops else "observations"
     actions, *_ = split_names(names.get("actions", "actions"))
     observed, headers = names.get("observations", "observations"), dict[str, Any](group)
     below = (headers[n].shape for n in group if f"{n}/".startswith(f"{actions}/"))
@@ -141,14 +138,12 @@ def _columns(
             ended = flag_values(np.array([file.scalar(group[flag].path)]), flag, where)
             headers[flag] = ended & (np.arange(steps) == steps - 1)
     optional = (*OPTIONAL, "next_obs")
-    chosen, left_out = find_columns(headers, asked, (own, "actions"), optional, where=where)
+    chosen, left_out = find_columns(headers, asked, (needed, "actions"), optional, where=where)
     rows, claimed = headers[chosen[0]].shape[0], file.attribute(name, "num_samples")
     if isinstance(claimed, int) and claimed != rows:
         raise misfit(f"{count_text(rows, 'row')}, num_samples is {claimed}", where)
-    kept = {name: headers[name] for name in chosen}
-    return {
-        n: h if isinstance(h, np.ndarray) else file.column(h) for n, h in kept.items()
-    }, left_out
+    own = {n: file.column(h) if isinstance(h := headers[n], Hdf5Dataset) else h for n in chosen}
+    return own, left_out
 
 
 def _environment(file: Hdf5File) -> tuple[dict[str, Any], str | None, str | None]:
@@ -157,6 +152,6 @@ def _environment(file: Hdf5File) -> tuple[dict[str, Any], str | None, str | None
     with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
         args = json.loads(str(text))
         name, kind = str(args["env_name"]), args.get("type")
-        gymnasium = kind == GYM_TYPE and is_gymnasium_id(name)
+        gymnasium = kind == 2 and is_gymnasium_id(name)  # EnvType.GYM_TYPE of robomimic
         return {"env_args": text}, name if gymnasium else None, dataset_of_file(name)
     return {}, None, None

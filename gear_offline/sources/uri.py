@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -32,6 +33,7 @@ from gear_offline.sources.lerobot import INFO, open_lerobot
 from gear_offline.sources.minari import data_directory, find_directory, open_minari
 from gear_offline.sources.npz import open_npz
 from gear_offline.sources.parquet import open_parquet
+from gear_offline.sources.row_marks import MARK
 from gear_offline.sources.rules import CONVENTIONS
 
 KINDS = (SUFFIXES, (".npz",), (".parquet",))  # a folder of files of one kind is one dataset
@@ -39,6 +41,9 @@ ACCEPTED = "a .hdf5, .h5, .npz or .parquet file, a folder of them, robomimic:FIL
 ACCEPTED += "d4rl:NAME (d4rl:hopper-medium-v2), minari:ID (minari:mujoco/hopper/medium-v0), the "
 ACCEPTED += "directory of a Minari or LeRobot dataset, of DQN-Replay's checkpoints, or of GEAR "
 ACCEPTED += "shards; others: docs/how-to/convert.md, Other files"
+
+
+_HELD = re.compile(r"(^|[-_.])(val|valid|validation|test|eval)(?=[-_.]|$)")  # not to train on
 
 
 def open_source(
@@ -181,27 +186,25 @@ def _open_folder(path: Path, asked: Asked) -> Source:
     places = (folder, folder / "train") if (folder / "train").is_dir() else (folder,)
     groups = [files for place in places for kind in KINDS if (files := files_in(place, kind))]
     others = sorted({*folder.iterdir()} - {*places})
-    others = [p for p in others if p.is_dir() and any(files_in(p, kind) for kind in KINDS)]
-    aside = [some_names(place.name for place in others)] * bool(others)
+    aside = [p.name for p in others if p.is_dir() and any(files_in(p, kind) for kind in KINDS)]
     if not groups:
         what = f"the directory {str(path)!r} holds no dataset and no data files"
-        raise _unknown("; give one of those in it: ".join([what, *aside]))
+        raise _unknown(f"{what}; give one of those in it: {some_names(aside)}" if aside else what)
     if len(groups) > 1:
         kinds = " and ".join(f"{len(f)} like {f[0].relative_to(folder)}" for f in groups)
         what, remedy = f"files of several kinds or places: {kinds}", "give each a folder of its own"
         raise InputError("SOURCE_READ", what, str(folder), remedy)
-    validation = {f.with_name(f"{f.stem}-val.npz") for f in groups[0] if f.suffix == ".npz"}
-    files = [file for file in groups[0] if file not in validation]
+    held = [file for file in groups[0] if _HELD.search(file.stem)]
+    files = [file for file in groups[0] if file not in held] or groups[0]
     parts = [_open(file, asked._replace(uri=file.name)) for file in files]
     source = join_sources(parts, uri=folder.name)
-    if (asked.rule or "").startswith("ids:"):
-        name = parts[0].named(str(asked.rule)[4:])
+    mark = MARK.match(asked.rule or "")
+    if mark and mark[1] == "ids" and (name := mark[2]) in source.spec:
         ids = [p.read(name, n, n + 1) for p in parts for n in (0, p.spec.steps - 1)][1:-1]
         if same := sum(map(np.array_equal, ids[::2], ids[1::2])):
             source.warn(f"{count_text(same, 'episode')} cut where another file begins")
-    if left := len(groups[0]) - len(files):
-        aside.append(f"{count_text(left, 'file')} for validation (NAME-val.npz beside NAME.npz)")
-    source.warn(*(f"{what} left out: convert them apart" for what in aside))
+    aside += [file.name for file in held if file not in files]
+    source.warn(*[f"{some_names(aside)} left out: convert them apart"] * bool(aside))
     return source
 
 
