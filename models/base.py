@@ -26,12 +26,12 @@ from gear_offline.config.problems import nearest, problem_text
 from gear_offline.config.sections import ModelSettings, OwnModelSettings, inherit, option_names
 from gear_offline.core.parts import (
     Kind,
+    calling_part,
     digest_of,
     find_part,
     is_part,
     part_error,
     part_name,
-    telling,
 )
 from gear_offline.errors import GearError, InputError, is_out_of_memory
 from gear_offline.models.eight_bit import MULTIPLE, EightBitLinear
@@ -349,7 +349,7 @@ def _recomputed(block: nn.Module, forward: Any) -> Any:
 
 
 @contextmanager
-def telling_model(model: SequenceModel, what: str, remedy: str = "") -> Iterator[None]:
+def calling_model(model: SequenceModel, what: str, remedy: str = "") -> Iterator[None]:
     """Raise errors of a user's model, and of compiling any model, as an `InputError`."""
     try:
         yield
@@ -370,7 +370,7 @@ def make_model(kind: str, facts: ModelFacts, settings: Any) -> SequenceModel:
     if kind in MODELS.own:
         model = kind_class.build(facts, settings)
     else:
-        with telling(MODELS, f"making {kind_class.__name__}", kind):
+        with calling_part(MODELS, f"making {kind_class.__name__}", kind):
             model = kind_class.build(facts, settings)
     if any(map(is_lazy, model.parameters())):
         what = f"{kind_class.__name__} has lazy modules, whose sizes no file of weights can tell"

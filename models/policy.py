@@ -29,7 +29,7 @@ from gear_offline.dataset.schema import match_columns
 from gear_offline.dataset.scores import RewardEdit
 from gear_offline.errors import InputError, given_path
 from gear_offline.kernels.cuda_module import capture_lock, capturing
-from gear_offline.models.base import PlayedWindow, SequenceModel, telling_model
+from gear_offline.models.base import PlayedWindow, SequenceModel, calling_model
 from gear_offline.models.encoders import InputColumn
 from gear_offline.models.policy_folder import CARD, PLACE, PolicyFacts, PolicyFile, write_policy
 from gear_offline.tables.fields import ObservedColumn, Window
@@ -209,8 +209,8 @@ class Policy:
         ----------
         indices
             (n,) different integers, or a mask; numbers not seen before add environments.  A single
-            argument is no index but the target of the one environment there is: ``policy.reset(3600)``; default: the
-            return that the policy is asked for by default, ``facts.targets[0]``.
+            argument is the target of the one environment there is: ``policy.reset(3600)``; default:
+            the return that the policy is asked for by default, ``facts.targets[0]``.
         targets
             (n,) or scalar, the return asked: of rewards as the data hold them, after any edits of
             `gear_offline.convert`, and discounted if ``loader.gamma`` was below 1; of a policy of
@@ -268,7 +268,7 @@ class Policy:
             remedy = "act without waiting for the GPU, as .item() does, train with "
             remedy += "train.graph=off, or play on the CPU: evaluate.device=cpu, "
             remedy += "evaluate --device cpu"
-            with telling_model(self.model, "capturing act() as a CUDA graph", remedy):
+            with calling_model(self.model, "capturing act() as a CUDA graph", remedy):
                 self._graph = _Graph(self)
 
     def act(
@@ -343,7 +343,7 @@ class Policy:
                 filled = min(int(steps.max()) + 1, self.context_length)
             now = torch.from_numpy(numbers).to(self.device)
             states = {name: torch.from_numpy(rows).to(self.device) for name, rows in seen.items()}
-            with telling_model(self.model, "act()"):
+            with calling_model(self.model, "act()"):
                 actions = np.asarray(self._step(now, states, filled, noise).cpu().numpy())
             wait = partial(np.asarray, actions)
 

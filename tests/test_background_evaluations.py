@@ -71,8 +71,12 @@ def played(run: Path) -> list[Any]:
     ("device", "thread"), [("cpu", False), ("cpu", True), pytest.param("cuda", True, marks=ON_GPU)]
 )
 def test_real_workers_find_the_same_returns(
-    data: Path, in_process: Path, tmp_path: Path, monkeypatch: Patch, device: str, thread: bool
-) -> None:
+    data: Path, in_process: Path, tmp_path: Path, monkeypatch: Patch, device: str, thread: bool,
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    if thread and device == "cpu":  # a fresh interpreter is the case beside it
+        request.getfixturevalue("forked_workers")
+
     def planned(*words: Any, **options: Any) -> EvaluationPlan:
         plan = plan_evaluations(*words, **options)
         return replace(plan, thread=True, cores=2) if plan.workers and thread else plan

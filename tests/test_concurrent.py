@@ -273,9 +273,11 @@ def test_runs_that_stand_at_other_steps_are_stacked_apart(data: Path, tmp_path: 
 
 @pytest.mark.parametrize("changes", [(), pytest.param(CUDA, marks=[*ON_TWO_GPUS, INDUCTOR])])
 def test_gpus_share_the_stacks_of_a_sweep(
-    data: Path, tmp_path: Path, changes: tuple[str, ...]
+    data: Path, tmp_path: Path, changes: tuple[str, ...], request: pytest.FixtureRequest
 ) -> None:
     """A process each: runs are what they are alone, also after a stop; errors are told here."""
+    if not changes:
+        request.getfixturevalue("forked_workers")
     steps = () if changes else ("train.steps=200", "train.checkpoint_every=200")
     trials = trials_of(data, *changes, *steps, "model.dropout=0")
     folder, train = tmp_path / "all", partial(train_on_gpus, gpus=["0", "1"])

@@ -148,6 +148,7 @@ def test_recorded_actions_are_those_that_were_applied(tmp_path: Path) -> None:
     assert actions.dtype == np.float64 and all(map(Given.action_space.contains, actions))
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_collect_says_the_version_once(processes: int, tmp_path: Path, capfd: Captured) -> None:
     out = tmp_path / "x.hdf5"

@@ -62,6 +62,7 @@ def test_targets_share_start_states_and_results_repeat() -> None:
     assert run(12)[0] == [*first[0][1:], run(13)[0][1]]  # seed + episode
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("cores", [1, 2])
 def test_policies_that_play_together_get_what_each_gets_alone(
     cores: int, monkeypatch: Patch
@@ -149,7 +150,7 @@ def test_one_episode_has_no_interval_and_stays_strict_json(capsys: Captured) -> 
     assert "asked return" in repr(report), "a report prints as its table"
 
 
-def test_evaluating_a_run_writes_its_results(tmp_path: Path) -> None:
+def test_evaluating_a_run_writes_its_results(tmp_path: Path, pictures: None) -> None:
     run = write_run(tmp_path / "tiny-s0")
     report = evaluate(run, device="cpu", quiet=True)
     assert (report.run, report.step, report.device) == ("tiny-s0", 20, "cpu")

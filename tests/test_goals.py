@@ -189,9 +189,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe_in(folder: Path, *more: str) -> Recipe:
-    short = ["data.collect.steps=30000", "train.steps=400", "train.checkpoint_every=200"]
-    short += ["train.evaluate_every=400", "evaluate.background=off", "evaluate.episodes=8"]
-    short += ["loader.batch_size=64", f"data.path={folder / 'play'}"]
+    short = ["data.collect.steps=8000", "train.steps=250", "train.checkpoint_every=125"]
+    short += ["train.evaluate_every=250", "evaluate.background=off", "evaluate.episodes=8"]
+    short += ["loader.batch_size=64", "optimizer.warmup_steps=10", f"data.path={folder / 'play'}"]
     return load_recipe("maze-goals", [*short, *more])
 
 

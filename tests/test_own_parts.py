@@ -30,6 +30,7 @@ from tests.test_docs import blocks
 from tests.test_resume import interrupted_in
 from tests.training_support import learnt
 
+pytestmark = pytest.mark.usefixtures("no_reports")
 LENGTHS, STEPS, CONTEXT = [9, 4, 12, 7], 9, 5
 
 
@@ -153,11 +154,12 @@ OURS: dict[str, dict[str, Any]] = {
     "bc": {"model.kind": "mlp", "model.history": 3, "selection.strategy": "top_percent"},
     "rvs": {
         "model.kind": "mlp",
+        "model.history": 3,
         "model.condition": "returns",
         "model.activation": "gelu_new",
         "model.initialization": "glorot",
     },
-    "decoupled": {"model.kind": "decoupled", "model.layers": 2, "model.hidden_size": 16},
+    "decoupled": {"model.kind": "decoupled", "model.layers": 1, "model.hidden_size": 16},
 }
 
 
@@ -174,6 +176,8 @@ def test_models_of_the_package_train_play_save_and_export(own: Path, name: str) 
     again = go.evaluate(run, episodes=2, seed=3, out="again.json", quiet=True)
     assert report.targets[0].returns == pytest.approx(again.targets[0].returns, rel=1e-4)
     assert len(again.targets) == (1 if name == "bc" else 2), "what asks for nothing plays once"
+    if name == "bc":  # its graph is that of "rvs" with fewer inputs
+        return
     go.export_policy(policy, "policy.onnx")
     session = pytest.importorskip("onnxruntime").InferenceSession("policy.onnx")
     named = {entry.name for entry in session.get_inputs()}

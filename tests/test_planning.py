@@ -87,7 +87,7 @@ def test_frames_are_encoded_at_the_cost_of_the_convolutions() -> None:
 
 @settings(max_examples=20)
 @given(
-    terabytes=st.floats(0.1, 200.0),
+    terabytes=st.floats(0.1, 20.0),
     nodes=st.integers(1, 64),
     gpus=st.integers(1, 8),
     memory=st.floats(0.1, 4.0),

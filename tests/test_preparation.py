@@ -35,6 +35,7 @@ from tests.support import (
 from tests.training_support import ACTION_DIM, STATE_DIM, STEP_LIMIT, tiny_data, tiny_recipe
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_smoke_as_a_new_user_runs_it(tmp_path: Path, monkeypatch: Patch, capfd: Captured) -> None:
     monkeypatch.chdir(tmp_path)
     run = train_run(load_recipe("smoke"))

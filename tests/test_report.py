@@ -114,6 +114,7 @@ def write_data(folder: Path, rule: str = "by hand") -> Recipe:
     return Recipe.parse({"name": "tiny", "data": {"path": str(folder / "tiny")}})
 
 
+@pytest.mark.usefixtures("pictures")
 def test_report_of_a_whole_run(tmp_path: Path, run: Path) -> None:
     (run / "recipe.yaml").write_text(write_data(tmp_path).to_yaml())
     write_lines(run / "metrics.jsonl", *({"step": n, "loss": 1.0 / n} for n in (10, 20)))
@@ -133,6 +134,7 @@ def test_report_of_a_whole_run(tmp_path: Path, run: Path) -> None:
     assert "| random actions, as D4RL measured them | 0 |  | 0.0 |" in text
 
 
+@pytest.mark.usefixtures("pictures")
 def test_report_of_several_tasks(run: Path) -> None:
     tasks = {name: evaluation(normalized_score=score, scale="returns of its data")
              for name, score in (("hop", 50.0), ("run", 70.0))}  # fmt: skip
@@ -144,6 +146,7 @@ def test_report_of_several_tasks(run: Path) -> None:
     check_picture(run / "plots" / "asked_vs_achieved-run.png", BLUE)
 
 
+@pytest.mark.usefixtures("pictures")
 def test_report_of_negative_returns_and_single_episodes(run: Path) -> None:
     rows = [target(-200.0, -900.0, half=None), target(-1000.0, -1100.0, half=None)]
     (run / "evaluation.json").write_text(json.dumps(evaluation(targets=rows, step=None, run=None)))

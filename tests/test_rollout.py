@@ -67,6 +67,7 @@ def one_by_one(
     return returns, lengths
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize(
     ("environments", "processes"),
     [(1, 1), (3, 1), (20, 1), (5, 2), (5, 3)],

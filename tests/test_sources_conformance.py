@@ -265,6 +265,7 @@ def test_every_step_of_every_episode(made: Made) -> None:
 RELABEL = "def halved(episode):\n    return {'half': episode['actions'] / 2}\n"
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_any_number_of_workers_writes_and_edits_it(stored: Made, tmp_path: Path) -> None:
     (tmp_path / "relabel.py").write_text(RELABEL)
     options = ["--map", f"{tmp_path / 'relabel.py'}:halved", "--where", "length > 4"]

@@ -238,13 +238,13 @@ def test_groups_are_renamed_and_arrays_of_the_user_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shape", "turned"),
     [
-        ((3, 84, 84), (84, 84, 3)),
+        ((3, 28, 28), (28, 28, 3)),
         ((4, 20, 30), (20, 30, 4)),
         ((1, 12, 16), (12, 16, 1)),
         ((9, 40, 40), (40, 40, 9)),
-        ((84, 84, 3), None),
+        ((28, 28, 3), None),
         ((3, 4, 5), None),
-        ((84, 84), None),
+        ((28, 28), None),
     ],
 )
 def test_frames_with_channels_first(

@@ -345,3 +345,13 @@ def test_damaged_hdf5(root: Path) -> None:
         del file["episode_1/rewards"]
         file["episode_1/rewards"] = h5py.ExternalLink("/etc/other.h5", "x")
     refused("minari:x-v0", "SOURCE_UNSAFE")
+
+
+def test_observations_that_are_text_are_refused(tmp_path: Path) -> None:
+    (episode,) = plain_episodes(1)
+    texts = ["look"] * len(episode.observations)
+    space = spaces.Text(10)
+    create("family/text-v0", [replace(episode, observations=texts)], observation_space=space)
+    with one_error("COLUMN", "there are no observations"):
+        convert("minari:family/text-v0", tmp_path / "d", quiet=True)
+    convert("minari:family/text-v0", tmp_path / "d", columns=["actions"], quiet=True)

@@ -47,7 +47,10 @@ def test_a_folder_and_the_file_for_validation(tmp_path: Path) -> None:
     with open_source(tmp_path) as source:
         whole = np.concatenate([parts[n]["observations"] for n in (2, 10)])
         np.testing.assert_array_equal(source.read("observations", 0, 44), whole)
-        assert "2 files for validation" in source.info.attributes["warnings"][-1]
+        assert (
+            "cube-v0-10-val.npz, cube-v0-2-val.npz left out"
+            in source.info.attributes["warnings"][-1]
+        )
     for name in ("train", "val", "test", "empty"):
         (tmp_path / "split" / name).mkdir(parents=True)
         if name != "empty":
@@ -55,6 +58,13 @@ def test_a_folder_and_the_file_for_validation(tmp_path: Path) -> None:
     with open_source(tmp_path / "split") as source:
         assert source.spec.steps == 22
         assert "test, val left out: convert them apart" in source.info.attributes["warnings"]
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+        np.savez(tmp_path / "split" / "val" / f"{name}.npz", **parts[2])
+    (tmp_path / "split" / "val" / "0.npz").unlink()
+    with open_source(tmp_path / "split" / "val") as source:
+        assert source.spec.steps == 44
+        told = "test-00000-of-00001.npz left out: convert them apart"
+        assert told in source.info.attributes["warnings"]
     (tmp_path / "split" / "train" / "0.npz").unlink()
     refused(tmp_path / "split", "SOURCE_READ", "give one of those in it: test, val")
     with open_source(tmp_path / "cube-v0-2-val.npz") as source:
@@ -156,3 +166,12 @@ def test_flipped_bits_are_refused(tmp_path: Path) -> None:
     flipped[3000] ^= 16
     (tmp_path / "a.npz").write_bytes(flipped)
     refused(tmp_path / "a.npz", "SOURCE_READ")
+
+
+def test_a_count_from_another_number_is_told(tmp_path: Path) -> None:
+    columns: Any = {"observations": np.zeros((5, 2)), "actions": np.zeros((5, 1))}
+    columns["t"] = [1, 2, 3, 1, 2]
+    np.savez(tmp_path / "x.npz", **columns)
+    refused(tmp_path / "x.npz", "SOURCE_LAYOUT", "its first row holds 1", rule="first:t=0")
+    with open_source(tmp_path / "x.npz", rule="first:t=1") as source:
+        assert source.episodes.lengths.tolist() == [3, 2]

@@ -191,5 +191,22 @@ def test_groups_that_have_other_names_say_how_to_name_them(tmp_path: Path) -> No
     names |= {"actions": "action"}
     with open_source(path, names=names) as source:
         assert source.episodes.lengths.tolist() == [3, 3, 3]
+    flat = {f"{name}_{n}": steps(3 + n) for n in range(2) for name in ("action", "state")}
+    refused(write(tmp_path / "y.h5", flat), "COLUMN", "found: action, state; other names:")
+    with open_source(tmp_path / "y.h5", names=names) as source:
+        assert source.episodes.lengths.tolist() == [3, 4]
+    columns["ep1/done"] = "text, which is no flag"
     columns["ep1/state"] = steps(5)
     refused(write(tmp_path / "x.h5", columns), "SOURCE_LAYOUT", "ep1", names=names)
+
+
+def test_groups_that_are_tables_of_several_episodes_are_refused(tmp_path: Path) -> None:
+    ends = np.isin(np.arange(6), [2, 5])
+    one = {"observations": steps(6), "actions": steps(6), "rewards": np.ones(6)}
+    one |= {"terminals": np.zeros(6, bool), "timeouts": ends}
+    path = write(
+        tmp_path / "x.h5", {f"t{n}/{name}": rows for n in (1, 2) for name, rows in one.items()}
+    )
+    refused(path, "SOURCE_LAYOUT", "timeouts is true inside groups")
+    with open_source(path, names={name: f"t2/{name}" for name in one}) as source:
+        assert source.episodes.lengths.tolist() == [3, 3]

@@ -29,6 +29,7 @@ from gear_offline.sampling import find_strategy, make_sampler, strategy_names
 from gear_offline.sampling.registry import _STRATEGIES
 from gear_offline.sources import from_episodes
 from gear_offline.sweep import run as sweep_run
+from tests.forks import fork_workers
 from tests.sampling_support import keys
 from tests.support import ROOT, ArraySource, failing_code, hopper_columns, make_dataset, one_error
 from tests.test_docs import blocks
@@ -191,7 +192,7 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Compa
     recipe = tiny_recipe(data, "evaluate.targets=[3,1]", "evaluate.background=off")
     out = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gear_offline.runs.report.write_report", lambda run, **_: run)
+        fork_workers(patch)  # which write the reports of the runs
         found = compare_strategies(
             recipe, "top_k:k=2,corl", train=True, seeds=3, out=out, parallel=1, quiet=True
         )

@@ -216,8 +216,10 @@ def convert(
         whole = source = shift_source(source, shift or {})
         source, kept = _edited(source, rename or {}, shift or {}, map, where)
         groups = {name.split("/")[0] for name in (*kinds_of(source), *names.values())}
-        if path and map and (lacking := [name for name in REQUIRED if name not in groups]):
-            what, remedy = f"map made no {' and no '.join(lacking)}", "return them, or --rename"
+        lacking = [name for name in REQUIRED if name not in groups]
+        if path and lacking and (map or (columns is None and source.info.format != "gear")):
+            what = f"{'map made' if map else 'there are'} no {' and no '.join(lacking)}"
+            remedy = "return them from map, or name others: --rename NAME=observations, --columns"
             raise InputError("COLUMN", what, source.info.uri, remedy)
         if chosen := options_text(columns=asked, rule=rule, discrete=discrete):
             source.info = source.info.with_facts(options=chosen)

@@ -41,7 +41,7 @@ def fetch(name: str, kind: Kind, code: str, *, only: tuple[str, ...] = ()) -> Pa
 
     repo, inner, revision = _parts(name, code)
     wanted = [inner, f"{inner}/*"] if inner else [*only] or None
-    with _telling(name, kind, code):
+    with _hub_errors(name, kind, code):
         place = snapshot_download(repo, repo_type=kind, revision=revision, allow_patterns=wanted)
     path = Path(place, inner or "")
     if not path.exists():
@@ -59,7 +59,7 @@ def put(files: Mapping[str, Any], name: str, kind: Kind, *, private: bool = Fals
 
     repo, inner, revision = _parts(name, "OUTPUT_WRITE")
     api = HfApi()
-    with _telling(name, kind, "OUTPUT_WRITE"):
+    with _hub_errors(name, kind, "OUTPUT_WRITE"):
         address = api.create_repo(repo, repo_type=kind, private=private or None, exist_ok=True)
         if revision is not None:
             api.create_branch(repo, branch=revision, repo_type=kind, exist_ok=True)
@@ -86,7 +86,7 @@ def _parts(name: str, code: str) -> tuple[str, str | None, str | None]:
 
 
 @contextmanager
-def _telling(name: str, kind: Kind, code: str) -> Iterator[None]:
+def _hub_errors(name: str, kind: Kind, code: str) -> Iterator[None]:
     """Raise what huggingface_hub finds as one error: not there, no token, no network."""
     from huggingface_hub import errors
 

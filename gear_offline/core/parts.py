@@ -23,6 +23,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import EntryPoints, entry_points
 from importlib.util import module_from_spec
 from pathlib import Path
+from threading import get_ident
 from types import ModuleType
 from typing import Any
 
@@ -31,7 +32,6 @@ import xxhash
 from gear_offline.core.text import first_line
 from gear_offline.errors import GearError, InputError, in_home
 
-LOADING = "loading"  # in place of a digest
 LINES_SHOWN = 3  # of a user's files, where a part raises
 PACKAGE = Path(__file__).parents[1]  # gear_offline itself
 PACKAGES = str(Path(xxhash.__file__).parents[1])  # what is installed
@@ -61,7 +61,7 @@ _admitted: dict[str, str] = {}  # name -> digest: what this process may import
 _refused: dict[str, str] = {}  # name -> the reason, of those that a run names
 _typed: set[tuple[str, str]] = set()  # names and digests that were typed here, or by the caller
 _live: dict[str, Any] = {}  # objects of this process that no other one can import
-_modules: dict[str, tuple[str, ModuleType]] = {}  # file -> digest, module
+_modules: dict[str, tuple[str, ModuleType]] = {}  # file -> digest, or who imports it, module
 
 
 def is_part(name: object) -> bool:
@@ -205,7 +205,7 @@ def find_part(kind: Kind, name: object) -> Any:
         return _live[name] if name in _live else _attribute(kind, name)
     for entry in kind.installed:
         if entry.name == name:
-            with telling(kind, f"loading {entry.value}", name):
+            with calling_part(kind, f"loading {entry.value}", name):
                 return entry.load()
     known = sorted({*kind.own, *(entry.name for entry in kind.installed)})
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
@@ -243,7 +243,7 @@ def part_module(kind: Kind, name: str) -> ModuleType:
     """Import the module or the file of a part."""
     place = name.rpartition(":")[0]
     if not place.endswith(".py"):
-        with telling(kind, f"importing {place}", name):
+        with calling_part(kind, f"importing {place}", name):
             return import_module(place)
     try:
         content = Path(place).read_bytes()
@@ -255,17 +255,14 @@ def part_module(kind: Kind, name: str) -> ModuleType:
         remedy = f"if you trust it, name it again: {kind.option}={name}"
         raise InputError(kind.code, f"{place} has changed meanwhile", kind.option, remedy)
     known, module = _modules.get(place, ("", ModuleType("")))
-    if known == LOADING:
+    if known == (loading := f"by thread {get_ident()}"):
         remedy = "put what it does, when it is run, behind if __name__ == '__main__':"
         raise InputError(kind.code, f"{place} asks for {name} while it is imported", name, remedy)
     if known != digest:
-        _modules[place] = LOADING, module
-        with telling(kind, f"importing {place}", name):
-            try:
-                module = _execute(Path(place), content)
-                known = digest
-            finally:
-                _modules[place] = known, module
+        _modules[place] = loading, module
+        with calling_part(kind, f"importing {place}", name):
+            module = _execute(Path(place), content)
+        _modules[place] = digest, module
     return module
 
 
@@ -298,6 +295,7 @@ def _execute(path: Path, content: bytes) -> ModuleType:
             loader.exec_module(module)
     except BaseException:
         del sys.modules[module.__name__]
+        _modules.pop(str(path), None)
         raise
     return module
 
@@ -308,10 +306,10 @@ def _beside(folder: str) -> Iterator[None]:
     packages = [m for name, m in list(sys.modules.items()) if name.startswith(FOLDERS)]
     folders = {f"{p.__path__[0]}/" for p in packages if hasattr(p, "__path__")}
     others = tuple(folders - {f"{folder}/"})
-    for name, module in list(sys.modules.items()):
+    for name, module in list(sys.modules.items()) if others else ():
         top, file = name.partition(".")[0], str(getattr(module, "__file__", None) or "")
-        is_here = any(Path(folder, place).exists() for place in (top, f"{top}.py"))
-        if others and file.startswith(others) and is_here and not name.startswith(NOT_BESIDE):
+        is_others = file.startswith(others) and not name.startswith(NOT_BESIDE)
+        if is_others and any(Path(folder, place).exists() for place in (top, f"{top}.py")):
             del sys.modules[name]
     sys.path.insert(0, folder)
     try:
@@ -323,7 +321,7 @@ def _beside(folder: str) -> Iterator[None]:
 
 
 @contextmanager
-def telling(kind: Kind, what: str, name: str) -> Iterator[None]:
+def calling_part(kind: Kind, what: str, name: str) -> Iterator[None]:
     """Raise a part's errors as an `InputError` that shows the lines of its own files."""
     try:
         yield

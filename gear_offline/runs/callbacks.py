@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.parts import Kind, find_part, telling
+from gear_offline.core.parts import Kind, calling_part, find_part
 from gear_offline.core.text import first_line, say
 from gear_offline.errors import GearError, InputError
 from gear_offline.runs.run import Run
@@ -72,7 +72,7 @@ def recipe_callbacks(recipe: Recipe) -> tuple[Callback, ...]:
     listeners = []
     for name in recipe.train.callbacks:
         part = find_part(CALLBACKS, name)
-        with telling(CALLBACKS, "making it", name):
+        with calling_part(CALLBACKS, "making it", name):
             listeners.append(part() if isinstance(part, type) else part)
     return check_callbacks(listeners)
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from math import isclose
+from math import isclose, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -288,18 +289,8 @@ def _resolve_tasks(
 
 
 def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Recipe, ModelSizes]:
-    goals = recipe.loader.goals is not None
-    observed = recipe.loader.observations
-    if goals and is_image(dataset.spec[observed[0]]):
-        what, remedy = "goals are vectors, and the data are frames", "use loader.goals=null"
-        raise InputError("COLUMN", what, where=str(dataset.path), remedy=remedy)
-    if "rewards" not in dataset.spec and not goals and recipe.model.asks_returns:
-        what = f"the data have no rewards, and model.kind={recipe.model.kind} is asked for returns"
-        remedy = "clone the actions (model.kind=mlp), or add a column rewards to the source"
-        if len(observed) == 1 and not is_image(dataset.spec[observed[0]]):
-            remedy = f"give it goals (loader.goals={{future: 1.0}}), {remedy}"
-        raise InputError("COLUMN", what, where=str(dataset.path), remedy=remedy)
-    sizes = data_sizes(dataset, observed)
+    _check_condition(recipe, dataset)
+    sizes = data_sizes(dataset, recipe.loader.observations)
     environment = recipe.evaluate.environment or dataset.environment_id
     longest, plays = int(dataset.episodes.lengths.max()), recipe.evaluate.episodes > 0
     if plays:
@@ -312,8 +303,7 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
         longest = max(longest, facts.step_limit)
     elif plays:
         environment = None
-    scores, returns = dataset.reference_scores, dataset.manifest.returns
-    known: Any = None
+    scores, known = dataset.reference_scores, None
     if scores is not None and environment in (None, dataset.environment_id):
         is_named = reference_scores(scores.name) is not None
         known = scores.name if is_named else [scores.minimum, scores.maximum]
@@ -322,50 +312,97 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
         "evaluate.environment": environment,
         "evaluate.environment_options": options,
         "evaluate.reference": recipe.evaluate.reference or known,
+        "evaluate.targets": _targets(recipe, dataset, facts if plays else None),
     }
-    if recipe.evaluate.targets and goals and plays and facts is not None:
-        check_goals(facts, recipe.evaluate.targets)
-    if recipe.evaluate.targets is None and goals:
-        if plays and facts is not None and not facts.tasks:
-            what, remedy = "it has no tasks with goals (task_infos)", "use evaluate.episodes=0"
-            raise InputError("ENVIRONMENT", what, facts.environment_id, remedy)
-        changes["evaluate.targets"] = list(range(1, facts.tasks + 1)) if plays and facts else None
-    elif recipe.evaluate.targets is None and "rewards" not in dataset.spec:
-        changes["evaluate.targets"] = [0.0]  # the model does without returns: one play of it
-    elif recipe.evaluate.targets is None and not dataset.statistics["rewards"].nonfinite:
-        if recipe.loader.gamma < 1.0:  # as training shows them
-            returns = distribution(discounted_returns(dataset, recipe.loader.gamma))
-        alike = isclose(returns.max, returns.mean, rel_tol=1e-9)  # of one and the same return
-        alike = alike or recipe.model.asks_returns is False
-        changes["evaluate.targets"] = [returns.max] if alike else [returns.max, returns.mean]
-    if dataset.reward_edits is None and not goals and facts is not None:
-        what = "the data's rewards were edited, and how does not follow from those of single steps"
-        say(f"{what}: playing subtracts the environment's own", quiet=quiet)
-    mapped = texts(dataset.manifest.source.attributes.get("mapped"))
-    if mapped and facts is not None and environment == dataset.environment_id:
-        what = f"map made the data's {' and '.join(mapped)}, and {environment} has its own"
-        say(f"{what}: evaluate.environment=MODULE:ID names one that maps them too", quiet=quiet)
-    if recipe.loader.gamma < 1.0 and not goals and facts is not None:
-        what = f"loader.gamma is {recipe.loader.gamma:g}: returns that are asked for are discounted"
-        say(f"{what}, those that are achieved are not", quiet=quiet)
-    if recipe.train.init is not None:
-        start = find_trained(recipe.train.init)
-        changes["loader.returns_scale"] = start.window.returns_scale
-        normalized = any(column.state_mean for column in start.window.columns)
-        changes["loader.normalize_states"] = normalized
-        if recipe.model.max_timestep is None:
-            changes["model.max_timestep"] = start.model.facts.max_timestep
-    elif recipe.model.max_timestep is None:
-        changes["model.max_timestep"] = max(longest, recipe.loader.context_length)
-    tanh, actions = getattr(recipe.model, "action_tanh", False), dataset.statistics["actions"]
-    if tanh and sizes.discrete:
-        changes["model.action_tanh"] = False  # logits are not bounded
-    elif tanh == "auto":
-        fits = not beyond_tanh(actions.min, actions.max)
-        changes["model.action_tanh"] = start.model.bounded if recipe.train.init else fits
+    if facts is not None and not quiet:
+        _say_what_differs(recipe, dataset, environment)
+    changes |= _model_options(recipe, dataset, longest, discrete=sizes.discrete)
     resolved = recipe.replace(changes)
     _check(resolved, dataset, sizes)
     return resolved, sizes
+
+
+def _check_condition(recipe: Recipe, dataset: Dataset) -> None:
+    """Refuse goals of frames, and returns of data without rewards."""
+    goals, observed = recipe.loader.goals is not None, recipe.loader.observations
+    has_frames = is_image(dataset.spec[observed[0]])
+    if goals and has_frames:
+        what, remedy = "goals are vectors, and the data are frames", "use loader.goals=null"
+        raise InputError("COLUMN", what, where=str(dataset.path), remedy=remedy)
+    if "rewards" not in dataset.spec and not goals and recipe.model.asks_returns:
+        what = f"the data have no rewards, and model.kind={recipe.model.kind} is asked for returns"
+        remedy = "clone the actions (model.kind=mlp), or add a column rewards to the source"
+        if len(observed) == 1 and not has_frames:
+            remedy = f"give it goals (loader.goals={{future: 1.0}}), {remedy}"
+        raise InputError("COLUMN", what, where=str(dataset.path), remedy=remedy)
+
+
+def _targets(
+    recipe: Recipe, dataset: Dataset, facts: EnvironmentFacts | None
+) -> Sequence[float] | None:
+    """Return the targets of evaluations: those of the recipe, else tasks with goals, or returns.
+
+    `facts` are None where nothing is played.
+    """
+    asked, goals = recipe.evaluate.targets, recipe.loader.goals is not None
+    if goals and facts is None:
+        return asked
+    if goals and facts is not None:
+        if asked:
+            check_goals(facts, asked)
+        elif asked is None and not facts.tasks:
+            what, remedy = "it has no tasks with goals (task_infos)", "use evaluate.episodes=0"
+            raise InputError("ENVIRONMENT", what, facts.environment_id, remedy)
+        return list(range(1, facts.tasks + 1)) if asked is None else asked
+    if asked is not None:
+        return asked
+    if "rewards" not in dataset.spec:
+        return [0.0]  # the model does without returns: one play of it
+    returns = dataset.manifest.returns
+    if recipe.loader.gamma < 1.0:  # as training shows them
+        returns = distribution(discounted_returns(dataset, recipe.loader.gamma))
+    alike = isclose(returns.max, returns.mean, rel_tol=1e-9)  # of one and the same return
+    alike = alike or recipe.model.asks_returns is False
+    if not isfinite(returns.mean):
+        return None  # `_check` tells of rewards that are not
+    return [returns.max] if alike else [returns.max, returns.mean]
+
+
+def _say_what_differs(recipe: Recipe, dataset: Dataset, environment: str | None) -> None:
+    """Say in what the environment's rewards, observations and returns are not the data's."""
+    goals = recipe.loader.goals is not None
+    if dataset.reward_edits is None and not goals:
+        what = "the data's rewards were edited, and how does not follow from those of single steps"
+        say(f"{what}: playing subtracts the environment's own")
+    mapped = texts(dataset.manifest.source.attributes.get("mapped"))
+    if mapped and environment == dataset.environment_id:
+        what = f"map made the data's {' and '.join(mapped)}, and {environment} has its own"
+        say(f"{what}: evaluate.environment=MODULE:ID names one that maps them too")
+    if recipe.loader.gamma < 1.0 and not goals:
+        what = f"loader.gamma is {recipe.loader.gamma:g}: returns that are asked for are discounted"
+        say(f"{what}, those that are achieved are not")
+
+
+def _model_options(
+    recipe: Recipe, dataset: Dataset, longest: int, *, discrete: bool
+) -> dict[str, Any]:
+    """Return options of loader and model that follow from the data, or from ``train.init``."""
+    changes: dict[str, Any] = {}
+    start = None if recipe.train.init is None else find_trained(recipe.train.init)
+    if start is not None:
+        changes["loader.returns_scale"] = start.window.returns_scale
+        normalized = any(column.state_mean for column in start.window.columns)
+        changes["loader.normalize_states"] = normalized
+    if recipe.model.max_timestep is None:
+        own = max(longest, recipe.loader.context_length)
+        changes["model.max_timestep"] = start.model.facts.max_timestep if start else own
+    tanh, actions = getattr(recipe.model, "action_tanh", False), dataset.statistics["actions"]
+    if tanh and discrete:
+        changes["model.action_tanh"] = False  # logits are not bounded
+    elif tanh == "auto":
+        fits = not beyond_tanh(actions.min, actions.max)
+        changes["model.action_tanh"] = start.model.bounded if start else fits
+    return changes
 
 
 def _probe_environment(

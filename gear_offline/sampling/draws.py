@@ -24,7 +24,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from gear_offline.config.sections import NotNegative, Positive, PositiveFloat
-from gear_offline.core.parts import Kind, telling
+from gear_offline.core.parts import Kind, calling_part
 from gear_offline.core.types import (
     Array,
     BoolArray,
@@ -249,7 +249,7 @@ class HostFunction(Sampler):
             setattr(self, name, value)
 
     def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
-        with telling(STRATEGIES, "drawing", self.name):
+        with calling_part(STRATEGIES, "drawing", self.name):
             return self._sample(seed, first_step, steps, count)
 
     def density(self, segments: Segments) -> Float64Array | None:

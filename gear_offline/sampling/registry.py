@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from gear_offline.config.problems import problem_text
 from gear_offline.config.strict_yaml import parse_yaml
-from gear_offline.core.parts import admit, find_part, part_name, telling
+from gear_offline.core.parts import admit, calling_part, find_part, part_name
 from gear_offline.core.text import plain
 from gear_offline.core.types import BoolArray
 from gear_offline.dataset.schema import EpisodeIndex
@@ -121,7 +121,7 @@ def find_strategy(name: object) -> Strategy:
     for known in _STRATEGIES.values():  # it may be registered, with facts of its own
         if known.draw is part:
             return replace(known, name=whole)
-    with telling(STRATEGIES, "its signature", whole):
+    with calling_part(STRATEGIES, "its signature", whole):
         return Strategy(name=whole, draw=part, options=_options(part.__name__, part))
 
 
@@ -233,7 +233,7 @@ def build_sampler(name: object, facts: Facts, options: Mapping[str, Any]) -> Sam
     if known.draw.__module__.startswith("gear_offline."):
         drawn = known.draw(own, **checked)
     else:
-        with telling(STRATEGIES, "drawing", known.name):
+        with calling_part(STRATEGIES, "drawing", known.name):
             drawn = known.draw(own, **checked)
     sampler = (
         drawn

@@ -31,7 +31,7 @@ from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.dataset.scores import ReferenceScores
 from gear_offline.sources.columns import Kinds, kinds_of, legal_names
 from gear_offline.sources.flags import SCALARS
-from gear_offline.sources.input_files import InputFile, damage_told, misfit
+from gear_offline.sources.input_files import InputFile, misfit, reading_errors
 
 READ_BYTES = 8 << 20  # a read of about this size amortises the call
 DIFFERS = "give every step the same shape and dtype; if the source has changed, open it again"
@@ -186,7 +186,7 @@ class Source(Closing):
             piece, first = self._pieces[index], int(self._firsts[index])
             end, shift = min(first + piece.steps, stop), piece.first - first
             # Nothing that a library raises of foreign bytes is an error of ours.
-            with damage_told(self.info.format, self.where) if self.info.files else nullcontext():
+            with reading_errors(self.info.format, self.where) if self.info.files else nullcontext():
                 rows = piece.read(name, start + shift, end + shift)
             fits = rows.size == (end - start) * prod(spec.shape)
             if not fits or not np.can_cast(rows.dtype, spec.dtype):

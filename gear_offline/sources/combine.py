@@ -234,11 +234,11 @@ def observation_vectors(
 ) -> dict[str, str]:
     """Put float vectors side by side as ``observations`` and ``next_observations``.
 
-    They are those whose names begin with `prefix`, in the order of names.
+    They are those whose names begin with `prefix`, in the order of names; or one of that name.
     """
     if any(name.split("/")[0] == "observations" for name in (*columns, *names)):
         return {}
-    stored = sorted(name for name in columns if name.startswith(prefix))
+    stored = sorted(name for name in columns if f"{name}/".startswith(prefix))
     vectors = [n for n in stored if columns[n][0].kind == "f" and len(columns[n][1]) <= 1]
     used = vectors or stored
     if not vectors and any(old.startswith(prefix) for old in names.values()):

@@ -66,18 +66,16 @@ def table_source(
     """Return a source of the `arrays` of a file that `find_columns` takes; `rows` opens one."""
     where, facts = str(file.path), info.pop("facts", {})
     chosen, left_out = find_columns(arrays, asked, where=where)
-    columns = {name: rows(arrays[name]) for name in chosen}
     shapes = ((name, arrays[name].shape, arrays[name].dtype) for name in left_out)
     vectors = [n for n, shape, dtype in shapes if can_be_column(shape, dtype) and len(shape) == 1]
     return flat_source(
-        columns,
+        {name: rows(arrays[name]) for name in chosen},
         others={name: rows(arrays[name]) for name in vectors},  # they may tell where episodes start
         names=asked.names,
         uri=asked.uri,
         where=where,
         files=(file,),
         facts={**facts, "left_out": left_out},
-        preferred={name: getattr(column, "preferred_rows", 0) for name, column in columns.items()},
         **info,
     )
 
@@ -91,7 +89,6 @@ def flat_source(
     names: Mapping[str, str] | None = None,
     facts: Mapping[str, Any],
     notes: Sequence[str] = (),
-    preferred: Mapping[str, int] | None = None,
     **info: Any,
 ) -> Source:
     """Return a source of columns which a rule, or else the flags among them, cut into episodes.
@@ -112,9 +109,8 @@ def flat_source(
     rule, lengths, ended, tail, hints = split_episodes(rule, table, flags, piece.steps, where=where)
     facts = {**facts, "unfinished_tail_steps": tail, "warnings": [*notes, *hints]}
     kinds, origin = row_kinds(columns), SourceInfo(rule=rule, attributes=facts, **info)
-    return Source(
-        [piece], kinds, lengths=lengths, terminated=ended, preferred=preferred, info=origin
-    )
+    sizes = {name: getattr(rows, "preferred_rows", 0) for name, rows in columns.items()}
+    return Source([piece], kinds, lengths=lengths, terminated=ended, preferred=sizes, info=origin)
 
 
 def find_columns(
@@ -156,7 +152,8 @@ def find_columns(
     for name in chosen:
         if rows[name] != count or not count:
             what = f"{name} has {count_text(rows[name], 'row')}, {chosen[0]} has {count:,}"
-            raise misfit(what, where, "the file is damaged, or of another layout")
+            remedy = "give rows, as many of each; of T + 1 observations: go.from_episodes in Python"
+            raise misfit(what, where, remedy)
     for name in sorted(rows.keys() - {*chosen}):
         if rows[name] == count:
             chosen.append(name)

@@ -30,7 +30,7 @@ from gear_offline.errors import InputError
 from gear_offline.sources.base import READ_BYTES
 from gear_offline.sources.columns import can_be_column
 from gear_offline.sources.hdf5_filters import FILTERS, ChunkDecoder
-from gear_offline.sources.input_files import InputFile, damage_told
+from gear_offline.sources.input_files import InputFile, reading_errors
 
 SUFFIXES = (".hdf5", ".h5")
 MAX_READ_BYTES = 256 << 20  # beyond this a row of chunks is read in parts
@@ -40,7 +40,7 @@ MAX_UNWRITTEN_BYTES = 16 << 20  # fill values in place of chunks that were never
 MAX_ATTRIBUTES, MAX_ATTRIBUTE_BYTES = 200, 4096
 MAX_TEXT_BYTES = 16 << 20
 Plain = str | int | float
-_told_as_damaged = partial(damage_told, "HDF5")
+_reading = partial(reading_errors, "HDF5")
 _PLAIN = "copy the data into plain datasets of one file: new[name] = old[name][()] with h5py"
 
 
@@ -65,7 +65,7 @@ class Hdf5File(Closing):
         # A pipe would block HDF5, and of other failures it would say "damaged".
         self.file = InputFile.find(path)
         self.warnings: list[str] = []
-        with _told_as_damaged(path):
+        with _reading(path):
             if not h5py.is_hdf5(path):
                 remedy = "docs/how-to/convert.md, Other files: from Python, or by way of parquet"
                 raise InputError("SOURCE_READ", "not an HDF5 file", str(path), remedy)
@@ -119,7 +119,7 @@ class Hdf5File(Closing):
 
     def column(self, rows: Hdf5Dataset) -> Hdf5Column:
         """Return the rows of one that can be a column; to read them does not need this object."""
-        with _told_as_damaged(self.path):
+        with _reading(self.path):
             dataset, block = h5d.open(self._file.id, rows.path.encode()), self._file.userblock_size
             column = Hdf5Column(self.file, rows, dataset, block)
         if column.unwritten:
@@ -133,13 +133,13 @@ class Hdf5File(Closing):
             if can_be_column(header.shape, header.dtype):
                 self.column(header).check()
                 continue
-            with _told_as_damaged(self.path):  # text lies elsewhere in the file
+            with _reading(self.path):  # text lies elsewhere in the file
                 plan = h5d.open(self._file.id, name.encode()).get_create_plist()
                 _filters(plan, self.path, name)
 
     def attributes(self) -> dict[str, Any]:
         """Return the root's small scalar attributes: numbers, bools and strings."""
-        with _told_as_damaged(self.path):
+        with _reading(self.path):
             names = list(self._file.attrs)[:MAX_ATTRIBUTES]
         facts = {str(name): self.attribute("/", name, most=500) for name in names}
         return {name: value for name, value in facts.items() if value is not None}
@@ -154,7 +154,7 @@ class Hdf5File(Closing):
 
     def texts(self, name: str) -> list[str]:
         """Return a list of names that the file stores as text."""
-        with _told_as_damaged(self.path):
+        with _reading(self.path):
             stored = self._file[name]
             is_text = stored.ndim == 1 and h5py.check_string_dtype(stored.dtype) is not None
             if not is_text or self._claimed(stored) > MAX_TEXT_BYTES:
@@ -252,7 +252,7 @@ class Hdf5Column:
         """Refuse chunks that are shorter or longer than they claim."""
         if not self._filters:
             return  # seen when it was opened
-        with _told_as_damaged(self._file.path), self._file.open() as file:
+        with _reading(self._file.path), self._file.open() as file:
             for number in range(len(self._stored)):
                 self._chunk(file.fileno(), number)
 
@@ -263,7 +263,7 @@ class Hdf5Column:
         if self._compact.size:
             rows[:] = self._compact[first : first + len(rows)]
         elif rows.size:
-            with _told_as_damaged(self._file.path), self._file.open() as file:
+            with _reading(self._file.path), self._file.open() as file:
                 self._read_into(rows, file.fileno(), first)
         if stop == self.shape[0]:  # a file may have thousands of columns
             self._kept = self._decoder = None

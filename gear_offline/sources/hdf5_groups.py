@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,12 +29,9 @@ from gear_offline.sources.hdf5 import Hdf5Dataset, Hdf5File
 from gear_offline.sources.input_files import by_number, misfit
 
 _DIGITS, _DEMO = re.compile("[0-9]+"), re.compile("data/demo_[0-9]+")
-_NUMBERED = re.compile(r"^(.+?)_([0-9]+)(?:_([0-9]+))?$")  # actions_7, observations_7_0
-GYM_TYPE = 2  # of robomimic's EnvType: the name is that of a gym environment
-DONES = (
-    "dones mark a success or the end of a recording, and do not say which: every demonstration "
-    "counts as truncated; --rule done-only takes them as terminations"
-)
+_NUMBERED = re.compile(r"^([^/]+?)_([0-9]+)(?:_([0-9]+))?$")  # actions_7, observations_7_0
+DONES = "dones mark a success or the end of a recording, and do not say which: every demonstration "
+DONES += "counts as truncated; --rule done-only takes them as terminations"
 JOINED = "one row a step is needed everywhere: the file is damaged, or joined of several"
 STEPWISE = {"observations", "actions", "rewards", "obs", "next_obs"}
 Group = dict[str, Hdf5Dataset]
@@ -53,15 +49,14 @@ def open_groups(file: Hdf5File, groups: Mapping[str, Group], asked: Asked) -> So
     kinds = [(name.rpartition("/")[2], row_kinds(own)) for name, (own, _) in parts.items()]
     columns, others = common_columns(kinds, wanted | STEPWISE, where=file.path, remedy=JOINED)
     left_out = {n: why for _, left in parts.values() for n, why in left.items()}
-    usual = {f"{p}observations": f"{p}obs" for p in ("", "next_") if f"{p}obs" in columns}
     attributes, environment, reference = _environment(file)
     empty, is_demos = len(chosen) - len(parts), all(map(_DEMO.fullmatch, groups))
     untold = is_demos and "dones" in columns and not ("dones" in names.values() or asked.rule)
     notes = [f"{count_text(empty, 'episode')} without steps left out"] * (empty > 0)
     return Source(
-        [Piece.of({n: _rows(file, own[n]) for n in columns}) for own, _ in parts.values()],
+        [Piece.of({n: own[n] for n in columns}) for own, _ in parts.values()],
         columns,
-        usual=usual or observation_vectors(columns, "obs/", file.path, names),
+        usual=observation_vectors(columns, "obs/", file.path, names),
         info=SourceInfo(
             uri=f"{asked.uri}#{key}" if key else asked.uri,
             format="robomimic" if is_demos else "hdf5-groups",
@@ -86,10 +81,9 @@ def episode_groups(file: Hdf5File, names: Mapping[str, str]) -> dict[str, Group]
     """
     stored, groups = file.datasets, dict[str, Group]()
     actions = re.escape(split_names(names.get("actions", "actions"))[0])
-    if not {"rewards", *FLAGS} & {*stored} and any(re.match(f"{actions}_[0-9]", n) for n in stored):
-        stored = {
-            _NUMBERED.sub(r"\2/\1/\3", name).strip("/"): rows for name, rows in stored.items()
-        }
+    is_numbered = any(re.match(f"{actions}_[0-9]", n) for n in stored)
+    if (is_numbered and not {"rewards", *FLAGS} & {*stored}) or all(map(_NUMBERED.match, stored)):
+        stored = {_NUMBERED.sub(r"\2/\1/\3", n).strip("/"): rows for n, rows in stored.items()}
     found = [re.match(rf"(?:(.+?)/)??{actions}(?:/|$)", name) for name in stored]
     if not any(found):  # they may have another name
         found = [re.match(r"(?:(.*?[0-9][^/]*)/)?", n) for n in stored if n[:5] != "mask/"]
@@ -101,7 +95,7 @@ def episode_groups(file: Hdf5File, names: Mapping[str, str]) -> dict[str, Group]
         places = (name[: slash.start()] for slash in re.finditer("/", name))
         if head := next((place for place in places if _DIGITS.sub("#", place) in alike), None):
             groups.setdefault(head, {})[name.removeprefix(f"{head}/")] = dataset
-    return dict(sorted(groups.items(), key=lambda group: by_number(Path(group[0]))))
+    return dict(sorted(groups.items(), key=lambda group: by_number(group[0])))
 
 
 def _chosen(file: Hdf5File, key: str, masks: list[str], groups: Mapping[str, Group]) -> list[str]:
@@ -120,10 +114,10 @@ def _chosen(file: Hdf5File, key: str, masks: list[str], groups: Mapping[str, Gro
 def _columns(
     file: Hdf5File, name: str, group: Group, asked: Asked
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return headers or rows of the columns of an episode, none without steps; what is left out."""
+    """Return the columns of an episode, none if it has no steps; what is left out and why."""
     where, names = f"{file.path}: {name}", asked.names
-    groups = {column.split("/")[0] for column in group}
-    own = "obs" if "obs" in groups and "observations" not in {*names, *groups} else "observations"
+    tops = {column.split("/")[0] for column in group} | {*names}
+    needed = "obs" if "obs" in tops and "observations" not in tops else "observations"
     actions, *_ = split_names(names.get("actions", "actions"))
     observed, headers = names.get("observations", "observations"), dict[str, Any](group)
     below = (headers[n].shape for n in group if f"{n}/".startswith(f"{actions}/"))
@@ -140,19 +134,16 @@ def _columns(
             headers[column] = header._replace(shape=(steps, *header.shape[1:]))
             headers |= {after: headers[column]._replace(first=1)} if after else {}
     for flag in {*flags} & {*group} if steps > 0 else ():
-        if group[flag].shape in {(), (1,)} - {(steps,)}:  # one value an episode
+        if group[flag].dtype and group[flag].shape in {(), (1,)} - {(steps,)}:  # one an episode
             ended = flag_values(np.array([file.scalar(group[flag].path)]), flag, where)
             headers[flag] = ended & (np.arange(steps) == steps - 1)
     optional = (*OPTIONAL, "next_obs")
-    chosen, left_out = find_columns(headers, asked, (own, "actions"), optional, where=where)
+    chosen, left_out = find_columns(headers, asked, (needed, "actions"), optional, where=where)
     rows, claimed = headers[chosen[0]].shape[0], file.attribute(name, "num_samples")
     if isinstance(claimed, int) and claimed != rows:
         raise misfit(f"{count_text(rows, 'row')}, num_samples is {claimed}", where)
-    return {n: headers[n] for n in chosen}, left_out
-
-
-def _rows(file: Hdf5File, header: Any) -> Any:
-    return header if isinstance(header, np.ndarray) else file.column(header)
+    own = {n: file.column(h) if isinstance(h := headers[n], Hdf5Dataset) else h for n in chosen}
+    return own, left_out
 
 
 def _environment(file: Hdf5File) -> tuple[dict[str, Any], str | None, str | None]:
@@ -161,6 +152,6 @@ def _environment(file: Hdf5File) -> tuple[dict[str, Any], str | None, str | None
     with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
         args = json.loads(str(text))
         name, kind = str(args["env_name"]), args.get("type")
-        gymnasium = kind == GYM_TYPE and is_gymnasium_id(name)
+        gymnasium = kind == 2 and is_gymnasium_id(name)  # EnvType.GYM_TYPE of robomimic
         return {"env_args": text}, name if gymnasium else None, dataset_of_file(name)
     return {}, None, None

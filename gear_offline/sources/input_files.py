@@ -49,7 +49,7 @@ def _open(path: Path) -> FileIO:
         raise InputError("SOURCE_READ", what, str(path), "check path and permissions") from error
 
 
-def by_number(path: Path) -> list[tuple[int, int, str]]:
+def by_number(path: Path | str) -> list[tuple[int, int, str]]:
     """Return a key that sorts ``part_2`` before ``part_10``, of a file or folders and a file."""
     parts = re.split(r"([0-9]+)", str(path))
     return [(1, int(p), p) if p.isdigit() and p.isascii() else (0, 0, p) for p in parts]
@@ -62,7 +62,7 @@ def files_in(folder: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 @contextmanager
-def damage_told(kind: str, where: Path | str) -> Iterator[None]:
+def reading_errors(kind: str, where: Path | str) -> Iterator[None]:
     """Turn whatever a library raises of a foreign file into one error (``SOURCE_READ``)."""
     try:
         yield

@@ -28,7 +28,7 @@ from gear_offline.errors import InputError
 from gear_offline.sources.base import READ_BYTES, Asked, Piece, Source, SourceInfo
 from gear_offline.sources.columns import row_kinds, split_names
 from gear_offline.sources.combine import observation_vectors
-from gear_offline.sources.input_files import InputFile, by_number, damage_told, misfit
+from gear_offline.sources.input_files import InputFile, by_number, misfit, reading_errors
 from gear_offline.sources.parquet import Column, ParquetFile, is_numeric, step_rows
 from gear_offline.sources.pictures import image_pixels, video_frames
 from gear_offline.sources.row_marks import runs
@@ -106,7 +106,7 @@ class _Folder:
         self.path = path
         self.videos: list[InputFile] = []
         self._recent: dict[str, Column] = {}
-        with damage_told("info.json", path / INFO):
+        with reading_errors("info.json", path / INFO):
             self.info: dict[str, Any] = json.loads(read_regular(path / INFO, most=MAX_INFO_BYTES))
             self.version = int(self.info["codebase_version"].removeprefix("v").split(".")[0])
             self.chunk = int(self.info.get("chunks_size", 1000))
@@ -144,7 +144,7 @@ class _Folder:
         def filled(field: re.Match[str]) -> str:
             return "*" if values is None else str(values[field[1]]).zfill(int(field[2] or 0))
 
-        with damage_told("info.json", self.path / INFO):
+        with reading_errors("info.json", self.path / INFO):
             text = FIELD.sub(filled, glob.escape(template) if values is None else template)
         if Path(text).is_absolute() or ".." in Path(text).parts or "{" in text:
             what, remedy = f"{of} of {text[:200]!r} is not accepted", "name files of the dataset"
@@ -174,8 +174,6 @@ class _Folder:
     def _rows(self, name: str, part: DataFile, start: int, stop: int) -> Any:
         column = self._recent.get(name)
         if column is None or column.file is not part.file:
-            if column is not None:
-                column.close()
             column = self._recent[name] = Column(part.file, name)
         return column.read(start - part.first, stop - part.first)
 

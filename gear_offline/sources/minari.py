@@ -31,7 +31,7 @@ from gear_offline.errors import InputError, package_needed
 from gear_offline.sources.base import Asked, Piece, Source, SourceInfo, own_scores
 from gear_offline.sources.columns import Kinds, common_columns, row_kinds
 from gear_offline.sources.hdf5 import SUFFIXES, Hdf5File
-from gear_offline.sources.input_files import InputFile, damage_told, files_in, misfit
+from gear_offline.sources.input_files import InputFile, files_in, misfit, reading_errors
 
 MAIN_FILE, METADATA_FILE = "main_data.hdf5", "metadata.json"
 MAX_METADATA_BYTES = 64 << 20
@@ -121,7 +121,7 @@ class _Reader:
     def __init__(self, data: Path) -> None:
         with package_needed("Minari datasets are read by the minari package", "minari"):
             from minari.dataset.minari_storage import MinariStorage
-        with _told(data):
+        with _reading(data):
             self._storage = MinariStorage.read(data)
             if not (data / MAIN_FILE).exists():  # minari's fails, or leaves out what is nested
                 module: Any = sys.modules[type(self._storage).__module__]
@@ -153,7 +153,7 @@ class _Reader:
         """Yield episodes as columns."""
         # Of arrow files minari takes several only if all have the same infos.
         one_file = (self._data / MAIN_FILE).exists()
-        with _told(self._data):
+        with _reading(self._data):
             for run in [numbers] if one_file else [[number] for number in numbers]:
                 for number, raw in zip(run, self._storage.get_episodes(run), strict=True):
                     yield number, self._columns(raw, number)
@@ -213,9 +213,9 @@ def _decode_infos(values: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _told(where: Path) -> Iterator[None]:
+def _reading(where: Path) -> Iterator[None]:
     """Tell damage, and show no warnings of the package."""
-    with damage_told("Minari", where), warnings.catch_warnings():
+    with reading_errors("Minari", where), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
@@ -225,7 +225,7 @@ def _read_metadata(data: Path) -> dict[str, Any]:
     if not path.exists():
         what = "the dataset has no metadata.json, as those of Minari before 0.5"
         raise InputError("SOURCE_READ", what, str(data), REMEDY)
-    with damage_told("metadata.json", path):
+    with reading_errors("metadata.json", path):
         metadata = json.loads(read_regular(path, most=MAX_METADATA_BYTES))
         # Without spaces minari would make the environment, whose module a stranger may have named.
         if not all(isinstance(metadata[f"{of}_space"], str) for of in ("observation", "action")):
@@ -252,7 +252,7 @@ def _data_files(data: Path, metadata: Mapping[str, Any]) -> tuple[InputFile, ...
     for number in range(int(metadata["total_episodes"])):
         paths = [p for p in sorted((data / str(number)).glob("*")) if p.name != METADATA_FILE]
         files += map(InputFile.find, paths)
-        with _told(data / str(number)):
+        with _reading(data / str(number)):
             rows = pyarrow.dataset.dataset([str(path) for path in paths], format=kind)
             _check_room(rows.count_rows() * sum(_width(f.type) for f in rows.schema), data)
     return tuple(files)

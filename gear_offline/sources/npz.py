@@ -26,7 +26,7 @@ from gear_offline.sources.base import Asked, Source
 from gear_offline.sources.columns import names_after
 from gear_offline.sources.flags import FLAGS, TIME_FLAGS
 from gear_offline.sources.flat import table_source
-from gear_offline.sources.input_files import InputFile, damage_told, misfit
+from gear_offline.sources.input_files import InputFile, misfit, reading_errors
 from gear_offline.sources.rules import ARTIFICIAL
 
 READ_BYTES = 1 << 20
@@ -42,8 +42,8 @@ class Member:
 
     def __init__(self, path: Path, where: str, decoded: Callable[[], Any]) -> None:
         self.where = where  # for messages
-        self._told, self._decoded = partial(damage_told, path.suffix, where), decoded
-        with self._told(), decoded() as stream:
+        self._reading, self._decoded = partial(reading_errors, path.suffix, where), decoded
+        with self._reading(), decoded() as stream:
             version = npy.read_magic(stream)
             header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
             self.shape, self._fortran, self.dtype = header(stream)
@@ -52,7 +52,7 @@ class Member:
 
     def read(self, start: int, stop: int) -> Array:
         """Return rows ``[start, stop)``, native byte order."""
-        with self._told():
+        with self._reading():
             if self._fortran and len(self.shape) > 1:  # no part of the stream has the rows of one
                 if self._whole is None:
                     if prod(self.shape) * self.dtype.itemsize > MAX_WHOLE_BYTES:
@@ -119,7 +119,7 @@ def open_npz(path: Path, asked: Asked) -> Source:
     path = path.absolute()
     file = InputFile.find(path)
     members = dict[str, Member]()
-    with damage_told(".npz", path):
+    with reading_errors(".npz", path):
         archive = zipfile.ZipFile(reopened(file))
         for entry in archive.infolist():
             if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):

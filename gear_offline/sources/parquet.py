@@ -23,7 +23,7 @@ from gear_offline.sources.base import Asked, Piece, Source, SourceInfo
 from gear_offline.sources.columns import row_kinds, split_names
 from gear_offline.sources.flags import chosen_flags
 from gear_offline.sources.flat import REQUIRED, find_columns, table_source
-from gear_offline.sources.input_files import InputFile, damage_told, misfit
+from gear_offline.sources.input_files import InputFile, misfit, reading_errors
 from gear_offline.sources.row_marks import MARK, row_marks
 
 BATCH_VALUES, BATCH_ROWS = 1 << 22, 1 << 20  # of a batch; run lengths make billions of few bytes
@@ -66,7 +66,7 @@ def open_parquet(path: Path, asked: Asked) -> Source:
     def read(name: str, start: int, stop: int) -> Array:
         first = int(np.searchsorted(bounds, start, side="right")) - 1
         last = int(np.searchsorted(bounds, stop))
-        with file.told():
+        with file.reading():
             values, ends = columns[name].read(first, last), bounds[first + 1 : last + 1] - 1
             if name in once:
                 ended = ends[step_rows(values, name, path) != 0]
@@ -112,8 +112,8 @@ class ParquetFile:
         with package_needed("parquet is read by pyarrow", "parquet"):
             import pyarrow.parquet
         self.file, self._open = InputFile.find(path), pyarrow.parquet.ParquetFile
-        self.told = partial(damage_told, "parquet", path)  # of whatever pyarrow raises
-        with self.told(), self.file.open() as raw, self._open(raw) as opened:
+        self.reading = partial(reading_errors, "parquet", path)  # of whatever pyarrow raises
+        with self.reading(), self.file.open() as raw, self._open(raw) as opened:
             self.schema, metadata = opened.schema_arrow, opened.metadata
             groups = [metadata.row_group(n) for n in range(metadata.num_row_groups)]
             self.firsts = np.cumsum([0, *(group.num_rows for group in groups)])
@@ -135,7 +135,7 @@ class ParquetFile:
         group = int(np.searchsorted(self.firsts[1:-1], row, side="right"))
         first, size = int(self.firsts[group]), max(1, min(BATCH_VALUES // width, BATCH_ROWS))
         numbers = range(group, len(self.firsts) - 1)
-        with self.told(), self.file.open() as raw, self._open(raw) as opened:
+        with self.reading(), self.file.open() as raw, self._open(raw) as opened:
             for batch in opened.iter_batches(size, numbers, [name], use_threads=False):
                 values = batch.column(name)
                 yield first, getattr(values, "storage", values)  # of extension types

@@ -16,7 +16,7 @@ import numpy as np
 
 from gear_offline.core.types import Array, Float64Array
 from gear_offline.errors import InputError, package_needed
-from gear_offline.sources.input_files import InputFile, damage_told, misfit
+from gear_offline.sources.input_files import InputFile, misfit, reading_errors
 
 TOLERANCE = 1e-4  # seconds between a row and its frame, as LeRobot's decoder has it
 MAX_PIXELS = 1 << 26
@@ -83,7 +83,7 @@ def pixels(frame: Any, path: Path) -> Array:
 def _opened(file: Any, path: Path) -> Iterator[Any]:
     with package_needed("frames are decoded by PyAV", "lerobot"):
         import av
-    with damage_told("video or image", path), av.open(file) as opened:
+    with reading_errors("video or image", path), av.open(file) as opened:
         stream = opened.streams.video[0]
         if stream.width * stream.height > MAX_PIXELS:
             what = f"a picture of {stream.width} x {stream.height} pixels"

@@ -51,6 +51,8 @@ def last_rows(mark: re.Match[str], column: Any, rows: int, where: str) -> Int64A
         what, remedy = f"{name} has an id again behind another one", MIXED
     elif (hits := true_rows(column, name, where, value)).size:
         last = hits if kind == "last" else np.append(hits[hits > 0], rows) - 1
+    else:
+        remedy += f": its first row holds {next(blocks_of(column))[1].flat[0] + 0:g}"
     if last is None:
         raise misfit(what, where, remedy)
     return last

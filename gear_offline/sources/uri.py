@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from gear_offline.core.hub import fetch, is_hub
 from gear_offline.core.text import count_text
@@ -21,24 +24,26 @@ from gear_offline.sources.combine import dataset_source, join_sources, turned, w
 from gear_offline.sources.d4rl import find_or_download
 from gear_offline.sources.dqn_replay import open_dqn_replay, replay_folder
 from gear_offline.sources.episode_ends import judge_ends
-from gear_offline.sources.flags import MEANING, chosen_flags
+from gear_offline.sources.flags import LIMIT, MEANING, chosen_flags, true_rows
 from gear_offline.sources.flat import open_hdf5
 from gear_offline.sources.hdf5 import SUFFIXES, Hdf5File
 from gear_offline.sources.hdf5_groups import episode_groups, open_groups
-from gear_offline.sources.input_files import damage_told, files_in, misfit
+from gear_offline.sources.input_files import files_in, misfit, reading_errors
 from gear_offline.sources.lerobot import INFO, open_lerobot
 from gear_offline.sources.minari import data_directory, find_directory, open_minari
 from gear_offline.sources.npz import open_npz
 from gear_offline.sources.parquet import open_parquet
+from gear_offline.sources.row_marks import MARK
 from gear_offline.sources.rules import CONVENTIONS
 
 KINDS = (SUFFIXES, (".npz",), (".parquet",))  # a folder of files of one kind is one dataset
-ACCEPTED = (
-    "a .hdf5, .h5, .npz or .parquet file, a folder of them, robomimic:FILE#FILTER_KEY, d4rl:NAME "
-    "(d4rl:hopper-medium-v2), minari:ID (minari:mujoco/hopper/medium-v0), the directory of a "
-    "Minari or LeRobot dataset, of DQN-Replay's checkpoints, or of GEAR shards; "
-    "arrays are given from Python, see docs/how-to/convert.md"
-)
+ACCEPTED = "a .hdf5, .h5, .npz or .parquet file, a folder of them, robomimic:FILE#FILTER_KEY, "
+ACCEPTED += "d4rl:NAME (d4rl:hopper-medium-v2), minari:ID (minari:mujoco/hopper/medium-v0), the "
+ACCEPTED += "directory of a Minari or LeRobot dataset, of DQN-Replay's checkpoints, or of GEAR "
+ACCEPTED += "shards; others: docs/how-to/convert.md, Other files"
+
+
+_HELD = re.compile(r"(^|[-_.])(val|valid|validation|test|eval)(?=[-_.]|$)")  # not to train on
 
 
 def open_source(
@@ -53,11 +58,7 @@ def open_source(
     Parameters
     ----------
     uri
-        Path of an HDF5 file (D4RL's layouts, robomimic's or the generic one), an ``.npz`` file
-        (OGBench's or flat arrays), a ``.parquet`` file of one row an episode, a folder of such
-        files, or a directory of a Minari or LeRobot dataset, of DQN-Replay's checkpoints or of GEAR
-        shards; ``robomimic:FILE#FILTER_KEY``, ``d4rl:NAME``, ``minari:ID``; ``hub:USER/NAME`` of
-        any of these.
+        Path of a file or directory, or a name, as docs/how-to/convert.md lists them.
     rule
         Boundary rule in place of the format's own, e.g. ``"terminals|steps=1000"``; see
         docs/explanation/episodes.md.
@@ -141,14 +142,14 @@ def _open(path: Path, asked: Asked) -> Source:
         reader = FILES.get(path.suffix.lower(), _open_hdf5)
     if reader is _open_folder:
         return _open_folder(path, asked)
-    with damage_told(path.suffix or "dataset", path):
+    with reading_errors(path.suffix or "dataset", path):
         source = reader(path, asked)
         if source.info.format not in FLAT:
             _judge(source, asked)
     flags = chosen_flags(source.stored_names, asked.names).values()
-    kept = [(n, old) for n, old in asked.names.items() if old in flags and n not in MEANING]
-    told = (f"{old}, now {new}, still tells ends; --rule may name others" for new, old in kept)
-    source.warn(*[] if asked.rule else told)
+    for new, old in asked.names.items() if not asked.rule else ():
+        if old in flags and new not in MEANING:
+            source.warn(f"{old}, now {new}, still tells ends; --rule may name others")
     return with_columns(source, asked.names).tell_no_rewards()
 
 
@@ -168,6 +169,11 @@ def _judge(source: Source, asked: Asked) -> None:
     flags = chosen_flags(source.stored_names, asked.names)
     rows = {flag: source.column(source.named(old)) for flag, old in flags.items()}
     lengths = source.episodes.lengths
+    for flag in (f for f in rows if MEANING[f] == LIMIT and source.info.format == "hdf5-groups"):
+        ends = () if asked.rule else true_rows(rows[flag], flag, str(source.where))
+        if np.setdiff1d(ends, np.cumsum(lengths) - 1).size:
+            remedy = "read one: --columns observations=GROUP/observations,actions=GROUP/actions,..."
+            raise misfit(f"{flag} is true inside groups, of several episodes", source.where, remedy)
     source.terminated, notes = judge_ends(rows, lengths, asked.rule, where=str(source.where))
     source.truncated = ~source.terminated
     source.info = replace(source.info, rule=asked.rule or source.info.rule)
@@ -180,22 +186,25 @@ def _open_folder(path: Path, asked: Asked) -> Source:
     places = (folder, folder / "train") if (folder / "train").is_dir() else (folder,)
     groups = [files for place in places for kind in KINDS if (files := files_in(place, kind))]
     others = sorted({*folder.iterdir()} - {*places})
-    others = [p for p in others if p.is_dir() and any(files_in(p, kind) for kind in KINDS)]
-    aside = [some_names(place.name for place in others)] * bool(others)
+    aside = [p.name for p in others if p.is_dir() and any(files_in(p, kind) for kind in KINDS)]
     if not groups:
         what = f"the directory {str(path)!r} holds no dataset and no data files"
-        raise _unknown("; give one of those in it: ".join([what, *aside]))
+        raise _unknown(f"{what}; give one of those in it: {some_names(aside)}" if aside else what)
     if len(groups) > 1:
         kinds = " and ".join(f"{len(f)} like {f[0].relative_to(folder)}" for f in groups)
         what, remedy = f"files of several kinds or places: {kinds}", "give each a folder of its own"
         raise InputError("SOURCE_READ", what, str(folder), remedy)
-    validation = {f.with_name(f"{f.stem}-val.npz") for f in groups[0] if f.suffix == ".npz"}
-    files = [file for file in groups[0] if file not in validation]
+    held = [file for file in groups[0] if _HELD.search(file.stem)]
+    files = [file for file in groups[0] if file not in held] or groups[0]
     parts = [_open(file, asked._replace(uri=file.name)) for file in files]
     source = join_sources(parts, uri=folder.name)
-    if left := len(groups[0]) - len(files):
-        aside.append(f"{count_text(left, 'file')} for validation (NAME-val.npz beside NAME.npz)")
-    source.warn(*(f"{what} left out: convert them apart" for what in aside))
+    mark = MARK.match(asked.rule or "")
+    if mark and mark[1] == "ids" and (name := mark[2]) in source.spec:
+        ids = [p.read(name, n, n + 1) for p in parts for n in (0, p.spec.steps - 1)][1:-1]
+        if same := sum(map(np.array_equal, ids[::2], ids[1::2])):
+            source.warn(f"{count_text(same, 'episode')} cut where another file begins")
+    aside += [file.name for file in held if file not in files]
+    source.warn(*[f"{some_names(aside)} left out: convert them apart"] * bool(aside))
     return source
 
 

@@ -25,7 +25,7 @@ from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.feedback import DeviceFeedback, LossFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.options import loader_options, recipe_sampler
-from gear_offline.models.base import ModelSizes, SequenceModel, telling_model
+from gear_offline.models.base import ModelSizes, SequenceModel, calling_model
 from gear_offline.sampling.items import Items
 from gear_offline.tables.fields import Window
 from gear_offline.tables.joint import TableData
@@ -215,7 +215,7 @@ class Learner:
         try:
             self._advance()
         except Exception:
-            with telling_model(self.model, what, remedy):
+            with calling_model(self.model, what, remedy):
                 raise
 
     def _advance(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.parts import telling
+from gear_offline.core.parts import calling_part
 from gear_offline.core.text import count_text
 from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
@@ -198,7 +198,7 @@ def try_model(
     kept = [buffer.clone() for buffer in model.buffers()]
     devices = [device] if device.type == "cuda" else []
     half = torch.autocast(device.type, dtype=precision, enabled=precision is not None)
-    with torch.random.fork_rng(devices), telling(MODELS, "trying its losses", name):
+    with torch.random.fork_rng(devices), calling_part(MODELS, "trying its losses", name):
         with half:
             losses = model.train().losses(batch)
         values: Any = list(losses.values()) if isinstance(losses, dict) else [losses]
@@ -214,7 +214,11 @@ def try_model(
             what = "no loss reaches a parameter that learns"
             raise InputError("MODEL", what, name, "give it one, such as nn.Linear")
         total.backward()
-    with torch.random.fork_rng(devices), telling(MODELS, "trying act()", name), torch.no_grad():
+    with (
+        torch.random.fork_rng(devices),
+        calling_part(MODELS, "trying act()", name),
+        torch.no_grad(),
+    ):
         chosen = model.eval().act(window)
         wanted: Any = (2,) if not chosen.is_floating_point() else (2, facts.action_dim)
         if chosen.shape != wanted or (not chosen.is_floating_point() and not facts.discrete):

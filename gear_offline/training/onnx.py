@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gear_offline.core.files import check_new_file, write_file, writing
 from gear_offline.core.torch_state import torch_defaults
 from gear_offline.errors import InputError, given_path, package_needed
-from gear_offline.models.base import telling_model
+from gear_offline.models.base import calling_model
 from gear_offline.models.policy import Policy, acted
 from gear_offline.tables.fields import StateScales
 from gear_offline.training.trained import load_policy
@@ -112,7 +112,7 @@ def export_policy(
     shapes = (seen, sizes, sizes, sizes)
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses packages not needed here
     unread = redirect_stderr(StringIO())  # whole graphs, where it fails
-    with telling_model(policy.model, "export of act()"), warnings.catch_warnings(), unread:
+    with calling_model(policy.model, "export of act()"), warnings.catch_warnings(), unread:
         warnings.simplefilter("ignore")
         try:
             program = torch.onnx.export(
