@@ -559,10 +559,8 @@ def test_an_environment_of_this_process_is_played_as_it_is(own: Path) -> None:
     class Mine(reach):  # type: ignore[misc]
         pass
 
-    reports = [
-        go.evaluate(policy, environment=made, episodes=2, seed=3, quiet=True)
-        for made in ("env.py:Reach", Mine, lambda **how: reach(**how))
-    ]
+    ways: list[Any] = ["env.py:Reach", Mine, lambda **how: reach(**how)]
+    reports = [go.evaluate(policy, environment=way, episodes=2, seed=3, quiet=True) for way in ways]
     assert len({report.targets[0].returns for report in reports}) == 1
 
 
