@@ -386,7 +386,7 @@ def resolve_device(device: str | torch.device, *, where: str = "") -> torch.devi
     except (RuntimeError, TypeError) as error:
         remedy = "use one that torch has here, such as 'auto', 'cpu', 'cuda' or 'cuda:0'"
         raise InputError("LOADER_OPTION", f"{device=} is not usable", where, remedy) from error
-    is_here = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
+    is_here: Any = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
     if resolved.type in is_here and not is_here[resolved.type]():
         kind = resolved.type.upper()
         what = f"device {str(device)!r} was asked for and no {kind} device is available"
