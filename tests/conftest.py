@@ -75,7 +75,8 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The kernels of the GPU, compiled for the CPU."""
     from tests.kernels_on_cpu import compile_kernels  # loads torch
 
-    return compile_kernels(tmp_path_factory.mktemp("kernels"))
+    folder = tmp_path_factory.getbasetemp()
+    return compile_kernels(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder)
 
 
 @pytest.fixture(scope="module")

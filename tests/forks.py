@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import os
 import runpy
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from ctypes import CDLL, get_errno
 from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from subprocess import CompletedProcess
+from subprocess import CompletedProcess, TimeoutExpired
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,7 @@ from gear_offline import plots
 from gear_offline.workers import _serve
 from tests.support import ROOT, no_picture
 
+_NEW_NETWORK, _NEW_MOUNTS = 0x40000000, 0x00020000  # CLONE_NEWNET, CLONE_NEWNS
 SERVER: Any = get_context("forkserver")
 SERVER.set_forkserver_preload(["gear_offline.cli.main", "gear_offline.runs.loop", "tests.forks"])
 
@@ -77,6 +80,45 @@ class ForkedWorker:
     def wait(self) -> int:
         self._process.join()
         return int(self._process.exitcode)
+
+
+class ForkedNode:
+    """A program in a fork with the network of a namespace, and shared memory of its own.
+
+    The names of what it leaves there are written to the file that its variable LEFT names.
+    """
+
+    def __init__(
+        self, namespace: str, words: Sequence[str], variables: Mapping[str, str], said: Path
+    ) -> None:
+        begin_server()
+        self._process = SERVER.Process(target=_run_on, args=(namespace, words, variables, said))
+        self._process.start()
+        self.kill = self._process.kill
+
+    def poll(self) -> int | None:
+        code: int | None = self._process.exitcode
+        return code
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise TimeoutExpired("node", timeout)
+        return code
+
+
+def _run_on(namespace: str, words: Sequence[str], variables: Mapping[str, str], said: Path) -> None:
+    system = CDLL(None, use_errno=True)
+    with open(f"/run/netns/{namespace}") as opened:
+        failed = system.setns(opened.fileno(), _NEW_NETWORK) or system.unshare(_NEW_MOUNTS)
+    if failed:
+        raise OSError(get_errno(), os.strerror(get_errno()))
+    subprocess.run(["mount", "--make-rslave", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "shm", "/dev/shm"], check=True)
+    try:
+        _run(words, variables, [said, said])
+    finally:
+        Path(variables["LEFT"]).write_text("\n".join(os.listdir("/dev/shm")))
 
 
 def fork_workers(patch: pytest.MonkeyPatch) -> None:

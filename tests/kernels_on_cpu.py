@@ -7,6 +7,7 @@ compiler, the memory model, and torch.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import shutil
 import subprocess
@@ -36,14 +37,20 @@ SANITIZED = ("-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g")
 
 
 def compile_kernels(folder: Path) -> Kernels:
-    """Return all kernels, whose structures are those of the package; skips without a compiler."""
+    """Return all kernels, whose structures are those of the package; skips without a compiler.
+
+    The first process that asks compiles them into `folder`.
+    """
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
     target, source = folder / "kernels.so", ROOT / "tests" / "kernels_on_cpu.cpp"
     more = SANITIZED if os.environ.get("GEAR_OFFLINE_SANITIZE") else ()
     include = f"-I{ROOT / 'kernels' / 'cuda'}"
-    subprocess.run([compiler, *FLAGS, *more, include, source, "-o", target], check=True)
+    with (folder / "kernels.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            subprocess.run([compiler, *FLAGS, *more, include, source, "-o", target], check=True)
     library = ctypes.CDLL(str(target))
     library.size_of.restype = ctypes.c_longlong
     for number, name in enumerate(("Job", "UpdateJob", "AdamwJobs", "Piece", "Rule", "Tree")):

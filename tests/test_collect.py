@@ -129,6 +129,7 @@ def test_qualities_are_what_they_say(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_training_and_recording_are_the_same_in_processes(tmp_path: Path) -> None:
     options: dict[str, Any] = {"policy": "ars", "quality": "mixed", "train_steps": 1_500}
     options |= {"steps": 600, "action_noise": 0.1, "quiet": True}
@@ -226,7 +227,7 @@ def test_pong_from_the_game_to_a_score(tmp_path: Path, monkeypatch: Patch) -> No
             "data.collect.steps": 300, "loader.batch_size": 4, "loader.context_length": 3,
             "model.layers": 1, "model.hidden_size": 16, "train.steps": 3, "train.device": "cpu",
             "train.threads": 1, "train.log_every": 1, "train.trackers": [],
-            "evaluate.episodes": 1,
+            "evaluate.episodes": 1, "evaluate.environment_options.max_episode_steps": 400,
         },
     )  # fmt: skip
     dataset = prepare_one(recipe, quiet=True)

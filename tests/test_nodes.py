@@ -8,18 +8,19 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import pytest
 
 from gear_offline.config.recipe import load_recipe
 from gear_offline.runs.loop import train_run
+from tests.forks import ForkedNode
 from tests.ranks_support import environment, ranks_recipe, torchrun
 from tests.support import ROOT, make_dataset
 from tests.training_support import measured
@@ -52,25 +53,27 @@ class Cluster:
         self, nodes: list[Node], folder: Path, *words: str, ranks: tuple[int, ...] = (),
         kill: str = "",
     ) -> None:  # fmt: skip
-        self.nodes, self.folder, self.processes = nodes, folder, list[subprocess.Popen[str]]()
+        self.nodes, self.folder, self.processes = nodes, folder, list[Any]()
         folder.mkdir(parents=True)
         first = nodes[0].address
         for number, node in enumerate(nodes):
-            command = [sys.executable, "-m", "tests.test_parallel_training", "train", *words]
+            command = ["-m", "tests.test_parallel_training", "train", *words]
             variables = {"GEAR_OFFLINE_INTERFACE": node.interface, "FOLDER": str(folder)}
             if ranks:
                 options = ["--local-addr", node.address, "--nnodes", str(len(nodes))]
                 options += ["--max-restarts", "1", "--rdzv-backend", "c10d", "--rdzv-id", "nodes"]
                 options += ["--rdzv-endpoint", f"{first}:29400"]
                 options += ["--rdzv-conf", f"is_host={int(number == 0)},join_timeout=60"]
-                command = torchrun(ranks[number], *options, *command[1:])
+                command = torchrun(ranks[number], *options, *command)
             else:
                 variables |= {"MASTER_ADDR": first, "MASTER_PORT": "29401"}
                 variables |= {"RANK": str(number), "WORLD_SIZE": str(len(nodes))}
                 variables["GROUP_RANK"] = str(number)
             variables |= {"LEFT": f"{folder}/node{number}.shm"} | ({"KILL": kill} if kill else {})
-            with (folder / f"node{number}.txt").open("w") as said:
-                self.processes.append(node.start(command, environment() | variables, said))
+            said = folder / f"node{number}.txt"
+            said.touch()
+            begin = node.start if ranks else partial(ForkedNode, node.namespace)
+            self.processes.append(begin(command, environment() | variables, said))
 
     def finish(self, seconds: float = SECONDS) -> list[int]:
         """Return the exit codes; nothing is left of the processes nor of their shared memory."""
@@ -140,7 +143,7 @@ class Node:
     address: str
 
     def start(
-        self, command: Sequence[str], variables: dict[str, str], said: IO[str]
+        self, command: Sequence[str], variables: dict[str, str], said: Path
     ) -> subprocess.Popen[str]:
         """Start a process on the node, with shared memory of its own as a node has.
 
@@ -148,9 +151,10 @@ class Node:
         """
         script = 'mount -t tmpfs shm /dev/shm; "$@"; code=$?; ls -A /dev/shm >"$LEFT"; exit $code'
         command = ["ip", "netns", "exec", self.namespace, "sh", "-c", script, "sh", *command]
-        return subprocess.Popen(
-            command, env=variables, cwd=ROOT, stdout=said, stderr=said, text=True
-        )
+        with said.open("w") as text:
+            return subprocess.Popen(
+                command, env=variables, cwd=ROOT, stdout=text, stderr=text, text=True
+            )
 
     def cut(self) -> None:
         """Take the cable out."""

@@ -27,6 +27,7 @@ from gear_offline.training.model import data_sizes
 from tests.segment_oracle import same_bits
 from tests.support import Captured, Patch, make_dataset, one_error
 
+pytestmark = pytest.mark.usefixtures("no_reports")
 LENGTHS = [4, 1, 9, 6, 12]
 COLUMNS = ["top", "wrist", "state"]  # uint8 (h, w, C), floating (C, h, w), a vector
 STACK, SPAN, SCALE = 2, 5, 10.0

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from math import isfinite, nan, prod
+from math import nan, prod
 from types import NoneType
 from typing import Annotated, Any
 
@@ -57,11 +57,9 @@ def _to_array(value: Any) -> Float64Array:
 
 def _to_lists(value: Any) -> Any:
     """Return lists for JSON; null for NaN and infinities."""
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if isinstance(value, list):
-        return [_to_lists(v) for v in value]
-    return value if isfinite(value) else None
+    values = np.asarray(value)
+    finite = np.isfinite(values)
+    return (values if finite.all() else np.where(finite, values, np.array(None))).tolist()
 
 
 Values = Annotated[Any, PlainValidator(_to_array), PlainSerializer(_to_lists)]

@@ -156,11 +156,7 @@ class World:
         return nullcontext() if self.size == 1 else peers(doing)
 
     def wait_for_gpu(
-        self,
-        event: Any,
-        *,
-        doing: str = "the GPU added up gradients",
-        pause: float = POLL_SECONDS,
+        self, event: Any, *, doing: str = "the GPU added up gradients", pause: float = POLL_SECONDS
     ) -> None:
         """Wait for a GPU's `event`, polled at every `pause`.
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader
+from jinja2 import Environment, FileSystemLoader, Template
 from markupsafe import Markup
 from matplotlib.axes import Axes
 
@@ -95,6 +96,11 @@ def write_report(run: str | os.PathLike[str], *, final: EvaluationReport | None 
 
 def render_page(template: Path, **values: Any) -> str:
     """Return the page that a template makes of `values`; their text is no markup there."""
+    return _template(template).render(**values)
+
+
+@cache
+def _template(template: Path) -> Template:
     environment = Environment(
         loader=FileSystemLoader(template.parent),
         autoescape=True,
@@ -104,7 +110,7 @@ def render_page(template: Path, **values: Any) -> str:
     )
     environment.filters |= {"count": count_text, "interval": interval_text}
     environment.filters |= {"score": score_text, "short": short}
-    return environment.get_template(template.name).render(**values)
+    return environment.get_template(template.name)
 
 
 def _plain_markdown(value: Any) -> Any:

@@ -8,6 +8,7 @@ must succeed and sweep what was left, and no process or shared memory may stay.
 import argparse
 import os
 import random
+import shutil
 import signal
 import time
 from collections import Counter
@@ -52,6 +53,7 @@ class Places:
             write_hdf5(path, episodes=EPISODES, length=LENGTH, seed=seed)
             columns = hopper_columns(EPISODES * LENGTH, seed=seed)
             self._wanted[columns["observations"].tobytes()] = name
+        status_of(start(self.sources["old"], folder / "old"))
 
     def kill(self, *, overwrite: bool, kill: Callable[[int], None], **options: Any) -> int:
         """Convert, ``kill(child)``, look, convert again, look; return the killed one's status."""
@@ -59,7 +61,7 @@ class Places:
         target = self.folder / str(self.count) / "d"
         target.parent.mkdir()
         if overwrite:
-            status_of(start(self.sources["old"], target))
+            shutil.copytree(self.folder / "old", target)
         child = start(self.sources["new"], target, **options)
         kill(child)
         status, gone = status_of(child), is_gone(child, session=True)
