@@ -169,6 +169,7 @@ def test_groups_of_any_name_are_episodes(tmp_path: Path) -> None:
         assert source.episodes.lengths.tolist() == [4, 3, 2]  # day2 before day10
         assert source.terminated.tolist() == [True, False, False]
         assert "1 episode without steps left out" in source.info.attributes["warnings"]
+        assert {"about/version", "about/1"} <= {*source.info.attributes["left_out"]}
         for rows, count in zip(iter_episodes(source), (4, 3, 2), strict=True):
             np.testing.assert_array_equal(rows["observations/arm"], steps(count, 7.0))
             np.testing.assert_array_equal(rows["next_observations/arm"], steps(count, 8.0))

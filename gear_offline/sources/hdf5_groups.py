@@ -48,6 +48,8 @@ def open_groups(file: Hdf5File, groups: Mapping[str, Group], asked: Asked) -> So
     wanted = {part.split("/")[0] for old in names.values() for part in split_names(old)}
     kinds = [(name.rpartition("/")[2], row_kinds(own)) for name, (own, _) in parts.items()]
     columns, others = common_columns(kinds, wanted | STEPWISE, where=file.path, remedy=JOINED)
+    used = {header.path for group in groups.values() for header in group.values()}
+    aside = file.datasets.keys() - used - {f"mask/{name}" for name in masks}
     left_out = {n: why for _, left in parts.values() for n, why in left.items()}
     attributes, environment, reference = _environment(file)
     empty, is_demos = len(chosen) - len(parts), all(map(_DEMO.fullmatch, groups))
@@ -67,7 +69,7 @@ def open_groups(file: Hdf5File, groups: Mapping[str, Group], asked: Asked) -> So
             attributes={
                 **attributes,
                 "filter_keys": sorted(masks),
-                "left_out": others | left_out,
+                "left_out": others | left_out | dict.fromkeys(aside, "in no group"),
                 "warnings": [*file.warnings, *notes, *[DONES] * untold],
             },
         ),
