@@ -88,7 +88,7 @@ def episode_groups(file: Hdf5File, names: Mapping[str, str]) -> dict[str, Group]
         stored = {_NUMBERED.sub(r"\2/\1/\3", n).strip("/"): rows for n, rows in stored.items()}
     found = [re.match(rf"(?:(.+?)/)??{actions}(?:/|$)", name) for name in stored]
     if not any(found):  # they may have another name
-        found = [re.match(r"(?:(.*?[0-9][^/]*)/)?", n) for n in stored if n[:5] != "mask/"]
+        found = [re.match(r"(?!mask/|meta)(?:(.*?[0-9][^/]*)/)?", name) for name in stored]
     heads = {match[1] or "" for match in found if match}
     alike = {_DIGITS.sub("#", head) for head in heads}
     if "" in heads or alike == heads or (len(heads) == 1 and not max(heads)[-1].isdigit()):
