@@ -185,6 +185,7 @@ def test_groups_of_any_name_are_episodes(tmp_path: Path) -> None:
 
 def test_groups_that_have_other_names_say_how_to_name_them(tmp_path: Path) -> None:
     columns = {f"ep{n}/{name}": steps(3) for n in range(3) for name in ("action", "state")}
+    columns["meta/mean"] = steps(2)
     path = write(tmp_path / "x.h5", columns)
     refused(path, "COLUMN", "found: action, state; other names: --rename NAME=observations")
     names = {"observations": "state"}

@@ -88,7 +88,7 @@ def episode_groups(file: Hdf5File, names: Mapping[str, str]) -> dict[str, Group]
         stored = {_NUMBERED.sub(r"\2/\1/\3", n).strip("/"): rows for n, rows in stored.items()}
     found = [re.match(rf"(?:(.+?)/)??{actions}(?:/|$)", name) for name in stored]
     if not any(found):  # they may have another name
-        found = [re.match(r"(?:(.*?[0-9][^/]*)/)?", n) for n in stored if n[:5] != "mask/"]
+        found = [re.match(r"(?!mask/|meta)(?:(.*?[0-9][^/]*)/)?", name) for name in stored]
     heads = {match[1] or "" for match in found if match}
     alike = {_DIGITS.sub("#", head) for head in heads}
     if "" in heads or alike == heads or (len(heads) == 1 and not max(heads)[-1].isdigit()):
@@ -125,14 +125,13 @@ def _columns(
     below = (headers[n].shape for n in group if f"{n}/".startswith(f"{actions}/"))
     if (steps := next(filter(None, below), (-1,))[0]) == 0:
         return {}, {}
-    flags = [names.get(flag, flag) for flag in FLAGS]
+    rewards, flags = names.get("rewards", "rewards"), [names.get(flag, flag) for flag in FLAGS]
     for column, header in [*headers.items()]:
         after = f"next_{column}" if column.split("/")[0] == "obs" else ""
         if f"{column}/".startswith(f"{observed}/"):
             after = f"next_observations{column.removeprefix(observed)}"
         is_longer = header.shape and header.shape[0] == steps + 1 and after not in group
-        one_each = column in (names.get("rewards", "rewards"), *flags) or column[:5] == "next_"
-        if is_longer and not one_each:
+        if is_longer and column not in (rewards, *flags) and column[:5] != "next_":
             headers[column] = header._replace(shape=(steps, *header.shape[1:]))
             headers |= {after: headers[column]._replace(first=1)} if after else {}
     for flag in {*flags} & {*group} if steps > 0 else ():
