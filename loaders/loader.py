@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from threading import RLock
 from typing import Any, Literal, NoReturn, Self
 
 import torch
@@ -209,6 +210,7 @@ class GearLoader(Closing, Iterator[Batch]):
         self.rows: Rows = opener.open()
         self._task_bounds = _task_bounds(dataset, self.device)
         self._ready: list[Batch] = []  # the next batches, last one first
+        self._turn = RLock()  # of threads that take batches
 
     @classmethod
     def from_recipe(
@@ -330,10 +332,11 @@ class GearLoader(Closing, Iterator[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        if not self._ready:
-            self._ready = self._batches(self._step, self.rows.block_steps, ahead=True)[::-1]
-        self._step += 1  # before `pop`, behind which an interruption may come
-        return self._ready.pop()
+        with self._turn:
+            if not self._ready:
+                self._ready = self._batches(self._step, self.rows.block_steps, ahead=True)[::-1]
+            self._step += 1  # before `pop`, behind which an interruption may come
+            return self._ready.pop()
 
     def skip(self, steps: int = 1) -> None:
         """Advance the position without making batches."""
@@ -469,8 +472,9 @@ class GearLoader(Closing, Iterator[Batch]):
 
     @torch_defaults()
     def _batches(self, first_step: int, steps: int, *, ahead: bool) -> list[Batch]:
-        windows = self.rows.windows(int(first_step), steps, ahead=ahead)
-        return split_steps(windows, self.padding, self._task_bounds)
+        with self._turn:
+            windows = self.rows.windows(int(first_step), steps, ahead=ahead)
+            return split_steps(windows, self.padding, self._task_bounds)
 
 
 def _task_bounds(dataset: TableData, device: torch.device) -> Tensor | None:

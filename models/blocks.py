@@ -38,13 +38,7 @@ def take(hidden: Tensor, keep: Keep | None) -> Tensor:
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mask: Tensor | None,
-    scale: float,
-    dropout: float,
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, scale: float, dropout: float
 ) -> Tensor:
     """Causal attention without materialised weights where a fused kernel exists: (B, N, T, D).
 

@@ -208,9 +208,9 @@ class Policy:
         Parameters
         ----------
         indices
-            (n,) integers; numbers not seen before add environments.  A single argument is no index
-            but the target of the one environment there is: ``policy.reset(3600)``; default: the
-            return that the policy is asked for by default, ``facts.targets[0]``.
+            (n,) different integers, or a mask; numbers not seen before add environments.  A single
+            argument is the target of the one environment there is: ``policy.reset(3600)``; default:
+            the return that the policy is asked for by default, ``facts.targets[0]``.
         targets
             (n,) or scalar, the return asked: of rewards as the data hold them, after any edits of
             `gear_offline.convert`, and discounted if ``loader.gamma`` was below 1; of a policy of
@@ -239,11 +239,9 @@ class Policy:
                 remedy = "write policy.reset(numbers of environments, targets)"
                 raise InputError("USAGE", "one target for several environments", remedy=remedy)
             indices = 0
-        chosen = np.atleast_1d(np.asarray(indices, dtype=np.int64))
+        chosen = _numbers(indices)
         if chosen.size == 0:
             return
-        if chosen.min() < 0:
-            raise InputError("MODEL", f"environment {chosen.min()} is negative")
         if int(chosen.max()) >= self.environments:
             self._grow(int(chosen.max()) + 1 - self.environments)
         values = np.asarray(targets, dtype=np.float64)
@@ -451,11 +449,8 @@ class Policy:
         self._waiting[chosen] = False
 
     def _chosen(self, indices: npt.ArrayLike | None) -> Int64Array:
-        if indices is None:
-            chosen = np.arange(self.environments, dtype=np.int64)
-        else:
-            chosen = np.atleast_1d(np.asarray(indices, dtype=np.int64))
-        if chosen.size == 0 or chosen.min() < 0 or chosen.max() >= self.environments:
+        chosen = np.arange(self.environments) if indices is None else _numbers(indices)
+        if chosen.size == 0 or chosen.max() >= self.environments:
             what = f"{chosen.size} environments chosen among {self.environments}"
             raise InputError("MODEL", what, remedy="reset an environment before acting in it")
         return chosen
@@ -470,6 +465,18 @@ class Policy:
             np.concatenate([values, np.zeros((added, *values.shape[1:]), values.dtype)])
             for values in (self._targets, self._steps, self._waiting, self._done)
         )
+
+
+def _numbers(indices: npt.ArrayLike) -> Int64Array:
+    """Return numbers of environments, each once; a mask has True for those that are meant."""
+    given = np.atleast_1d(np.asarray(indices))
+    chosen = np.flatnonzero(given) if given.dtype == np.bool_ else given.astype(np.int64)
+    if given.size and (given.dtype.kind not in "biu" or len({*chosen.tolist()}) < len(chosen)):
+        what = f"{given} are no different numbers of environments"
+        raise InputError("MODEL", what, remedy="give whole numbers, each once, or a mask")
+    if (chosen < 0).any():
+        raise InputError("MODEL", f"environment {chosen.min()} is negative")
+    return chosen
 
 
 def acted(

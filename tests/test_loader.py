@@ -7,6 +7,7 @@ import itertools
 import json
 import pickle
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy as copied
 from copy import deepcopy
 from dataclasses import fields
@@ -104,6 +105,16 @@ def stream(dataset: Dataset) -> list[Batch]:
     batches = take(GearLoader(dataset, **OPTIONS), STEPS)
     assert not same(next(other), batches[0])
     return batches
+
+
+def test_threads_that_share_a_loader_take_each_batch_once(
+    dataset: Dataset, stream: list[Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CPU_LIMITS", module.CPU_LIMITS._replace(segments=1))
+    loader = GearLoader(dataset, **OPTIONS)
+    with ThreadPoolExecutor(8) as pool:
+        taken = list(pool.map(lambda _: next(loader), range(STEPS)))
+    assert [sum(same(batch, other) for other in taken) for batch in stream] == [1] * STEPS
 
 
 def test_batches_stay_valid_while_they_are_held(dataset: Dataset) -> None:

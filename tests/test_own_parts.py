@@ -1,5 +1,6 @@
 """Models, strategies and environments of somebody else's files, through every door."""
 
+import runpy
 import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, EntryPoints
@@ -548,3 +549,26 @@ def test_a_class_of_a_file_is_no_version_of_what_it_registers(own: Path, capsys:
     assert go.evaluate(run, episodes=1, quiet=True).environment == f"{own / 'env.py'}:Reach"
     go.evaluate(run, episodes=1, environment="env.py:GearTest/Reach")
     assert "the newest one here is taken, GearTest/Reach-v3" in capsys.readouterr().err
+
+
+def test_an_environment_of_this_process_is_played_as_it_is(own: Path) -> None:
+    """A class or function of a script that runs, or of a function, is nowhere imported again."""
+    policy = go.load_policy(train("run").path, device="cpu")
+    reach: Any = runpy.run_path("env.py")["Reach"]
+
+    class Mine(reach):  # type: ignore[misc]
+        pass
+
+    ways: list[Any] = ["env.py:Reach", Mine, lambda **how: reach(**how)]
+    reports = [go.evaluate(policy, environment=way, episodes=2, seed=3, quiet=True) for way in ways]
+    assert len({report.targets[0].returns for report in reports}) == 1
+
+
+def test_a_script_that_asks_for_its_own_part_while_it_is_imported_is_told(own: Path) -> None:
+    train("run")
+    script = f"{ENVIRONMENT}\nimport gear_offline as go\n"
+    script += "go.evaluate('run', environment='script.py:Reach', out='result.json')\n"
+    (own / "script.py").write_text(script)
+    with one_error("ENVIRONMENT", "while it is imported.* behind if __name__"):
+        go.evaluate("run", environment="script.py:Reach")
+    assert not (own / "result.json").exists()

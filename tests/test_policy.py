@@ -393,6 +393,22 @@ def test_impossible_settings_are_refused() -> None:
             make_policy(**changes)
 
 
+def test_a_mask_stands_for_the_numbers_of_what_is_true() -> None:
+    policy, same = make_policy(), make_policy()
+    for each, chosen in ((policy, np.array([False, True, True])), (same, [1, 2])):
+        each.reset(range(3), [1.0, 2.0, 3.0])
+        each.reset(chosen, 9.0)
+        seen = np.arange(2.0 * STATES).reshape(2, STATES)
+        each.act(seen, chosen)
+        each.observe_reward([0.5, 1.0], chosen)
+    np.testing.assert_array_equal(policy.targets, same.targets)
+    seen = np.ones((3, STATES))
+    np.testing.assert_array_equal(policy.act(seen, np.full(3, True)), same.act(seen))
+    for wrong in ([1, 1], [0.0, 1.7], ["0", "1"]):
+        with one_error("MODEL", "different numbers"):
+            policy.observe_reward([0.0, 0.0], wrong)
+
+
 def test_wrong_use_is_refused() -> None:
     policy = make_policy()
     with pytest.raises(InputError, match="reset an environment"):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import gear_offline as go
 from gear_offline.cli.main import main
@@ -227,13 +228,22 @@ class Diary(go.Callback):
         return [step for name, step in self.told if name == what]
 
 
+class Careless(go.Callback):
+    """Changes torch for all who come after it."""
+
+    def on_log(self, run: go.Run, step: int, values: Mapping[str, float]) -> None:
+        torch.manual_seed(1)
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
+
+
 @pytest.mark.parametrize("mode", ["on", "off"])
 def test_callbacks_are_told_what_happens_and_disturb_nothing(
     mode: str, whole: Path, data: Path, tmp_path: Path
 ) -> None:
-    diary, silent = Diary(), go.Callback()
+    diary, others = Diary(), [go.Callback(), Careless()]
     recipe = tiny_recipe(data, f"evaluate.background={mode}")
-    run = go.train(recipe, out=tmp_path / "run", callbacks=[silent, diary], quiet=True)
+    run = go.train(recipe, out=tmp_path / "run", callbacks=[*others, diary], quiet=True)
     assert diary.steps("log") == [3, 6, 9, 12, 15, 18, 20]
     assert diary.steps("evaluation") == [7, 14, 20]
     assert diary.steps("checkpoint")[-1] == 20 and {5, 10} <= set(diary.steps("checkpoint"))

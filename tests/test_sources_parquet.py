@@ -73,7 +73,8 @@ BAD: dict[str, tuple[str, int, Any, str]] = {  # what is wrong, and what is said
     "wider": ("actions", 3, [[1.0] * 4] * 7, "different widths"),
     "null": ("rewards", 2, [None] * 4, "missing (null)"),
     "null step": ("actions", 0, [None] * 5, "missing"),
-    "null episode": ("observations", 2, None, "without steps"),
+    "null episode": ("actions", 2, None, "without steps"),
+    "null observations": ("observations", 2, None, "as long as"),
     "no steps": ("rewards", 3, [], "as long as"),
 }
 
@@ -135,3 +136,23 @@ def test_an_episode_in_two_files_is_told(tmp_path: Path) -> None:
         assert source.episodes.lengths.tolist() == [2, 1, 2, 1, 1]
         told = "1 episode cut where another file begins"
         assert told in source.info.attributes["warnings"]
+
+
+def test_observations_of_one_step_more(tmp_path: Path) -> None:
+    rows = episodes()  # as imitation's sets on the Hub
+    rows["obs"] = [[*e, [9.0] * 11] for e in rows.pop("observations")]
+    rows["terminal"] = [bool(n % 2) for n in range(4)]
+    del rows["dones"]
+    schema = (
+        SCHEMA.remove(3).set(0, pa.field("obs", VECTORS)).append(pa.field("terminal", pa.bool_()))
+    )
+    path = write(tmp_path / "x.parquet", rows, schema)
+    wanted = np.array([step for e in rows["obs"] for step in e[:-1]], np.float32)
+    with open_source(path, names={"observations": "obs"}) as source:
+        assert source.episodes.lengths.tolist() == list(LENGTHS)
+        assert source.terminated.tolist() == rows["terminal"]
+        for start, stop in ((0, 25), (3, 7), (5, 14), (24, 25)):
+            assert np.array_equal(source.read("observations", start, stop), wanted[start:stop])
+    rows["obs"][2].append([1.0] * 11)
+    write(path, rows, schema)
+    refused(path, "SOURCE_LAYOUT", "as long as", names={"observations": "obs"})

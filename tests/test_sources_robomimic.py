@@ -169,6 +169,7 @@ def test_groups_of_any_name_are_episodes(tmp_path: Path) -> None:
         assert source.episodes.lengths.tolist() == [4, 3, 2]  # day2 before day10
         assert source.terminated.tolist() == [True, False, False]
         assert "1 episode without steps left out" in source.info.attributes["warnings"]
+        assert {"about/version", "about/1"} <= {*source.info.attributes["left_out"]}
         for rows, count in zip(iter_episodes(source), (4, 3, 2), strict=True):
             np.testing.assert_array_equal(rows["observations/arm"], steps(count, 7.0))
             np.testing.assert_array_equal(rows["next_observations/arm"], steps(count, 8.0))
@@ -184,6 +185,7 @@ def test_groups_of_any_name_are_episodes(tmp_path: Path) -> None:
 
 def test_groups_that_have_other_names_say_how_to_name_them(tmp_path: Path) -> None:
     columns = {f"ep{n}/{name}": steps(3) for n in range(3) for name in ("action", "state")}
+    columns["meta/mean"] = steps(2)
     path = write(tmp_path / "x.h5", columns)
     refused(path, "COLUMN", "found: action, state; other names: --rename NAME=observations")
     names = {"observations": "state"}

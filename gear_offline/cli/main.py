@@ -203,9 +203,7 @@ def export(
 
 
 @command(
-    "Data",
-    "push data/mine hub:USER/NAME",
-    "push runs/hopper-medium-s0 hub:USER/NAME --private",
+    "Data", "push data/mine hub:USER/NAME", "push runs/hopper-medium-s0 hub:USER/NAME --private"
 )
 def push(
     what: Path = Argument(help="Dataset, run, checkpoint or policy folder."),
@@ -333,9 +331,7 @@ def evaluate(
 
 
 @command(
-    "Train",
-    "act runs/online-s0 --actors 4",
-    "act runs/online-s0 --episodes 100 --target 3600",
+    "Train", "act runs/online-s0 --actors 4", "act runs/online-s0 --episodes 100 --target 3600"
 )
 def act(
     run: Path = Run(help="Run directory whose newest policy plays."),

@@ -219,7 +219,7 @@ def convert(
         lacking = [name for name in REQUIRED if name not in groups]
         if path and lacking and (map or (columns is None and source.info.format != "gear")):
             what = f"{'map made' if map else 'there are'} no {' and no '.join(lacking)}"
-            remedy = "return them from map, or name others: --rename NAME=observations, --columns"
+            remedy = f"return them from map, or name others: --rename NAME={lacking[0]}, --columns"
             raise InputError("COLUMN", what, source.info.uri, remedy)
         if chosen := options_text(columns=asked, rule=rule, discrete=discrete):
             source.info = source.info.with_facts(options=chosen)

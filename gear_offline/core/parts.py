@@ -23,6 +23,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import EntryPoints, entry_points
 from importlib.util import module_from_spec
 from pathlib import Path
+from threading import get_ident
 from types import ModuleType
 from typing import Any
 
@@ -60,7 +61,7 @@ _admitted: dict[str, str] = {}  # name -> digest: what this process may import
 _refused: dict[str, str] = {}  # name -> the reason, of those that a run names
 _typed: set[tuple[str, str]] = set()  # names and digests that were typed here, or by the caller
 _live: dict[str, Any] = {}  # objects of this process that no other one can import
-_modules: dict[str, tuple[str, ModuleType]] = {}  # file -> digest, module
+_modules: dict[str, tuple[str, ModuleType]] = {}  # file -> digest, or who imports it, module
 
 
 def is_part(name: object) -> bool:
@@ -254,7 +255,11 @@ def part_module(kind: Kind, name: str) -> ModuleType:
         remedy = f"if you trust it, name it again: {kind.option}={name}"
         raise InputError(kind.code, f"{place} has changed meanwhile", kind.option, remedy)
     known, module = _modules.get(place, ("", ModuleType("")))
+    if known == (loading := f"by thread {get_ident()}"):
+        remedy = "put what it does, when it is run, behind if __name__ == '__main__':"
+        raise InputError(kind.code, f"{place} asks for {name} while it is imported", name, remedy)
     if known != digest:
+        _modules[place] = loading, module
         with calling_part(kind, f"importing {place}", name):
             module = _execute(Path(place), content)
         _modules[place] = digest, module
@@ -290,6 +295,7 @@ def _execute(path: Path, content: bytes) -> ModuleType:
             loader.exec_module(module)
     except BaseException:
         del sys.modules[module.__name__]
+        _modules.pop(str(path), None)
         raise
     return module
 

@@ -19,9 +19,8 @@ def torch_defaults() -> Iterator[None]:
     if torch.get_num_threads() > 1:
         _threaded.add(os.getpid())
     with ExitStack() as held:
-        if (dtype := torch.get_default_dtype()) != torch.float32:
-            held.callback(torch.set_default_dtype, dtype)
-            torch.set_default_dtype(torch.float32)
+        held.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float32)
         if torch.get_default_device().type != "cpu":
             held.enter_context(torch.device("cpu"))
         yield

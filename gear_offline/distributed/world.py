@@ -156,11 +156,7 @@ class World:
         return nullcontext() if self.size == 1 else peers(doing)
 
     def wait_for_gpu(
-        self,
-        event: Any,
-        *,
-        doing: str = "the GPU added up gradients",
-        pause: float = POLL_SECONDS,
+        self, event: Any, *, doing: str = "the GPU added up gradients", pause: float = POLL_SECONDS
     ) -> None:
         """Wait for a GPU's `event`, polled at every `pause`.
 
@@ -390,8 +386,10 @@ def resolve_device(device: str | torch.device, *, where: str = "") -> torch.devi
     except (RuntimeError, TypeError) as error:
         remedy = "use one that torch has here, such as 'auto', 'cpu', 'cuda' or 'cuda:0'"
         raise InputError("LOADER_OPTION", f"{device=} is not usable", where, remedy) from error
-    if resolved.type == "cuda" and not torch.cuda.is_available():
-        what = f"device {str(device)!r} was asked for and no CUDA device is available"
+    is_here: Any = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
+    if resolved.type in is_here and not is_here[resolved.type]():
+        kind = resolved.type.upper()
+        what = f"device {str(device)!r} was asked for and no {kind} device is available"
         remedy = f"use {where or 'device'}=auto or cpu, or run gear-offline doctor"
         raise UnavailableError("DEVICE", what, where, remedy)
     return resolved

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -41,6 +42,7 @@ from gear_offline.core.parts import (
     Kind,
     admits_module,
     check_admitted,
+    find_part,
     is_admitted,
     is_importable,
     own_lines,
@@ -288,16 +290,18 @@ def make_environment(
     spec: Any = name
     if colon and (is_admitted(environment_id) or module not in sys.modules):
         check_admitted(ENVIRONMENTS, environment_id)
-        own = _maker(environment_id)
-        spec = EnvSpec(id=name, entry_point=own) if own else name
+        own = maker_of(environment_id)
+        spec = EnvSpec(id=re.sub(r"\W", "_", name), entry_point=own) if own else name
     how = {**(options or {}), **more}
     columns = how.pop("observation_columns", None) or {}
     raw = guarded(environment_id, "making it", _make, environment_id, spec, how)
     return Environment(environment_id, raw, columns)
 
 
-def _maker(name: str) -> Any:
+def maker_of(name: str) -> Any:
     """Return the class or function that a part names; None of an id that its file registers."""
+    if not is_importable(name):
+        return find_part(ENVIRONMENTS, name)
     own = getattr(part_module(ENVIRONMENTS, name), name.rpartition(":")[2], None)
     return own if callable(own) else None
 
@@ -476,7 +480,7 @@ def unregistered(name: str) -> str | None:
 def versioned_id(name: str) -> str:
     """Return the id of the newest version here for a name without one; others as they are."""
     module, colon, known = name.rpartition(":")
-    if is_admitted(name) and _maker(name):
+    if is_admitted(name) and maker_of(name):
         return name
     try:
         space, bare, version = parse_env_id(known)

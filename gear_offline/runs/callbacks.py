@@ -89,8 +89,13 @@ class Callbacks(AbstractContextManager["Callbacks"]):
             self._call(callback, event, *facts)
 
     def _call(self, callback: Callback, event: str, *facts: Any) -> None:
-        try:
-            self.stop = bool(getattr(callback, event)(self.run, *facts)) or self.stop
+        import torch
+
+        from gear_offline.core.torch_state import torch_threads
+
+        try:  # whatever it sets or draws, the steps to come are as without it
+            with torch.random.fork_rng(devices=[]), torch_threads(None):
+                self.stop = bool(getattr(callback, event)(self.run, *facts)) or self.stop
         except Exception as error:
             what = f"a callback failed: {type(error).__name__}: {first_line(error)}"
             remedy = f"mend it; the run in {self.run.path} goes on from its newest checkpoint "

@@ -9,11 +9,11 @@ from gear_offline.collect.policies import quality_parts
 from gear_offline.config.problems import nearest
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings, ModelSettings, OwnModelSettings, inherit
-from gear_offline.core.parts import Kind, find_part, is_admitted, part_module
+from gear_offline.core.parts import Kind, find_part, is_admitted
 from gear_offline.core.text import say
 from gear_offline.dataset.scores import dataset_names, reference_scores
 from gear_offline.errors import InputError, UnavailableError, check_environment_id
-from gear_offline.evaluation.environments import ENVIRONMENTS, unregistered
+from gear_offline.evaluation.environments import maker_of, unregistered
 from gear_offline.sampling import parse_options
 
 _HOME = "gear_offline.runs.trackers"
@@ -92,7 +92,7 @@ def _check_collect(settings: CollectSettings, where: str) -> None:
 def _check_environment(name: str, key: str, where: str) -> None:
     place = f"{where}: {key}" if where else key
     if is_admitted(name):
-        part_module(ENVIRONMENTS, name)
+        maker_of(name)
         return
     check_environment_id(name, where=place)
     if problem := unregistered(name):

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from math import isclose
+from math import isclose, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -363,6 +363,8 @@ def _targets(
         returns = distribution(discounted_returns(dataset, recipe.loader.gamma))
     alike = isclose(returns.max, returns.mean, rel_tol=1e-9)  # of one and the same return
     alike = alike or recipe.model.asks_returns is False
+    if not isfinite(returns.mean):
+        return None  # `_check` tells of rewards that are not
     return [returns.max] if alike else [returns.max, returns.mean]
 
 

@@ -114,11 +114,7 @@ class Run(os.PathLike[str]):
         return [report for report in read_evaluations(self.path) if report.ranking is not None]
 
     def policy(
-        self,
-        task: str | None = None,
-        *,
-        checkpoint: str | int | None = None,
-        device: str = "auto",
+        self, task: str | None = None, *, checkpoint: str | int | None = None, device: str = "auto"
     ) -> Policy:
         """Load its policy; options and errors are those of `gear_offline.load_policy`."""
         from gear_offline.training.trained import load_policy

@@ -468,9 +468,7 @@ def any_start(
     """Return segments of `episodes` from any of their starts; `weight` (E,) drew the episodes."""
     lengths = index.lengths[episodes]
     return Segments(
-        episodes=episodes,
-        starts=bounded(numbers, lengths),
-        probability=weight[episodes] / lengths,
+        episodes=episodes, starts=bounded(numbers, lengths), probability=weight[episodes] / lengths
     )
 
 

@@ -29,7 +29,7 @@ def row_kinds(columns: Mapping[str, Any]) -> Kinds:
 
 def can_be_column(shape: tuple[int, ...] | None, dtype: np.dtype[Any] | None) -> bool:
     """Check that an array is one of numbers or bools, with a row for each step."""
-    if not shape or dtype is None or dtype.kind not in "biufc":
+    if not shape or dtype is None or dtype.kind not in "biufc" or dtype.char in "gG":
         return False
     return is_step_shape(shape[1:], dtype.itemsize)
 

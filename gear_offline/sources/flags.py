@@ -57,7 +57,7 @@ def flag_values(
         return np.asarray(rows[:, 0] != 0)
     remedy, missing = "give one true or false for each step", np.isnan(rows)
     if rows.shape[1] != 1:
-        what = f"the flag {name} has {rows.shape[1]} values a step"
+        what = f"the flag {name} has {rows.shape[1]} values a step, as of rows side by side"
     elif missing.any():
         what = f"the flag {name} is NaN at row {first + int(missing.argmax())}"
     else:

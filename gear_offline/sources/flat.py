@@ -76,7 +76,7 @@ def table_source(
         where=where,
         files=(file,),
         facts={**facts, "left_out": left_out},
-        **info,
+        **{"rule": asked.rule, **info},
     )
 
 

@@ -48,6 +48,8 @@ def open_groups(file: Hdf5File, groups: Mapping[str, Group], asked: Asked) -> So
     wanted = {part.split("/")[0] for old in names.values() for part in split_names(old)}
     kinds = [(name.rpartition("/")[2], row_kinds(own)) for name, (own, _) in parts.items()]
     columns, others = common_columns(kinds, wanted | STEPWISE, where=file.path, remedy=JOINED)
+    used = {header.path for group in groups.values() for header in group.values()}
+    aside = file.datasets.keys() - used - {f"mask/{name}" for name in masks}
     left_out = {n: why for _, left in parts.values() for n, why in left.items()}
     attributes, environment, reference = _environment(file)
     empty, is_demos = len(chosen) - len(parts), all(map(_DEMO.fullmatch, groups))
@@ -67,7 +69,7 @@ def open_groups(file: Hdf5File, groups: Mapping[str, Group], asked: Asked) -> So
             attributes={
                 **attributes,
                 "filter_keys": sorted(masks),
-                "left_out": others | left_out,
+                "left_out": others | left_out | dict.fromkeys(aside, "in no group"),
                 "warnings": [*file.warnings, *notes, *[DONES] * untold],
             },
         ),
@@ -86,7 +88,7 @@ def episode_groups(file: Hdf5File, names: Mapping[str, str]) -> dict[str, Group]
         stored = {_NUMBERED.sub(r"\2/\1/\3", n).strip("/"): rows for n, rows in stored.items()}
     found = [re.match(rf"(?:(.+?)/)??{actions}(?:/|$)", name) for name in stored]
     if not any(found):  # they may have another name
-        found = [re.match(r"(?:(.*?[0-9][^/]*)/)?", n) for n in stored if n[:5] != "mask/"]
+        found = [re.match(r"(?!mask/|meta)(?:(.*?[0-9][^/]*)/)?", name) for name in stored]
     heads = {match[1] or "" for match in found if match}
     alike = {_DIGITS.sub("#", head) for head in heads}
     if "" in heads or alike == heads or (len(heads) == 1 and not max(heads)[-1].isdigit()):
@@ -123,14 +125,13 @@ def _columns(
     below = (headers[n].shape for n in group if f"{n}/".startswith(f"{actions}/"))
     if (steps := next(filter(None, below), (-1,))[0]) == 0:
         return {}, {}
-    flags = [names.get(flag, flag) for flag in FLAGS]
+    rewards, flags = names.get("rewards", "rewards"), [names.get(flag, flag) for flag in FLAGS]
     for column, header in [*headers.items()]:
         after = f"next_{column}" if column.split("/")[0] == "obs" else ""
         if f"{column}/".startswith(f"{observed}/"):
             after = f"next_observations{column.removeprefix(observed)}"
         is_longer = header.shape and header.shape[0] == steps + 1 and after not in group
-        one_each = column in (names.get("rewards", "rewards"), *flags) or column[:5] == "next_"
-        if is_longer and not one_each:
+        if is_longer and column not in (rewards, *flags) and column[:5] != "next_":
             headers[column] = header._replace(shape=(steps, *header.shape[1:]))
             headers |= {after: headers[column]._replace(first=1)} if after else {}
     for flag in {*flags} & {*group} if steps > 0 else ():

@@ -39,19 +39,18 @@ def open_parquet(path: Path, asked: Asked) -> Source:
         raise misfit("no rows", path, "give a file with a row for each step or episode")
     types = {field.name: field.type for field in file.schema}
     lists = [name for name, kind in types.items() if is_list(kind) and is_numeric(kind)]
-    needed = [part for name in REQUIRED for part in split_names(names.get(name, name))]
+    observed, acts = (split_names(names.get(name, name)) for name in REQUIRED)
     nested = any(is_list(getattr(types[n], "storage_type", types[n]).value_type) for n in lists)
     numbers = {name for name, kind in types.items() if is_numeric(kind)} - {*lists}
     rewards, flags = {names.get("rewards", "rewards")}, {*chosen_flags(types, names).values()}
     known = {mark[2] for mark in map(MARK.fullmatch, row_marks(types)) if mark}
     tells = rewards & types.keys() or (set[str]() if nested else flags or known)
-    tells |= {*needed, *(mark[2] for mark in MARK.finditer(asked.rule or ""))}
+    tells |= {*observed, *acts, *(mark[2] for mark in MARK.finditer(asked.rule or ""))}
     by_step = bool(tells & numbers) or not lists  # of an episode they are lists
     arrays = {n: _array(file, n, kind, by_step) for n, kind in types.items()}
     if by_step:
-        options = {"format": "parquet-rows", "rule": asked.rule}
-        return table_source(arrays, asked, file.file, lambda rows: rows, **options)
-    stored, left_out = find_columns(arrays, asked, optional=("rewards",), where=str(path))
+        return table_source(arrays, asked, file.file, lambda rows: rows, format="parquet-rows")
+    stored, left_out = find_columns(arrays, asked, REQUIRED[::-1], ("rewards",), where=str(path))
     once = sorted(flags & numbers)  # flags of one value an episode
     if file.rows > MAX_EPISODES:
         raise misfit(f"{file.rows:,} episodes", path, f"give files of at most {MAX_EPISODES:,}")
@@ -71,11 +70,14 @@ def open_parquet(path: Path, asked: Asked) -> Source:
             if name in once:
                 ended = ends[step_rows(values, name, path) != 0]
                 return np.isin(np.arange(start, stop), ended)
-            if not np.array_equal(_lengths(values), lengths[first:last]):
+            counts, steps = _lengths(values), values.flatten()
+            if name in observed and np.array_equal(counts, lengths[first:last] + 1):
+                steps = steps.take(np.delete(np.arange(len(steps)), np.cumsum(counts) - 1))
+            elif not np.array_equal(counts, lengths[first:last]):
                 what = f"its lists are not as long as those of {stored[0]}"
                 raise misfit(what, f"{path}: {name}", "give every column one value a step")
-            rows = values.flatten()[start - int(bounds[first]) : stop - int(bounds[first])]
-            return step_rows(rows, name, path)
+            begin = int(bounds[first])
+            return step_rows(steps[start - begin : stop - begin], name, path)
 
     kinds = row_kinds({name: read(name, 0, 1) for name in columns})
     for column in columns.values():

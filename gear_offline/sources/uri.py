@@ -41,8 +41,6 @@ ACCEPTED = "a .hdf5, .h5, .npz or .parquet file, a folder of them, robomimic:FIL
 ACCEPTED += "d4rl:NAME (d4rl:hopper-medium-v2), minari:ID (minari:mujoco/hopper/medium-v0), the "
 ACCEPTED += "directory of a Minari or LeRobot dataset, of DQN-Replay's checkpoints, or of GEAR "
 ACCEPTED += "shards; others: docs/how-to/convert.md, Other files"
-
-
 _HELD = re.compile(r"(^|[-_.])(val|valid|validation|test|eval)(?=[-_.]|$)")  # not to train on
 
 

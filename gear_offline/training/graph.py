@@ -155,11 +155,7 @@ class CapturedStep:
     """
 
     def __init__(
-        self,
-        part: RunPart,
-        gradients: GradientPass,
-        feedback: DeviceFeedback | None,
-        world: World,
+        self, part: RunPart, gradients: GradientPass, feedback: DeviceFeedback | None, world: World
     ) -> None:
         self.part, self._gradients = part, gradients
         self._ranks: RankGradients | None = None

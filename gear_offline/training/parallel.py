@@ -49,12 +49,7 @@ ALONE = Parallel("alone")
 
 
 def choose_parallel(
-    recipe: Recipe,
-    parameters: int,
-    world: World,
-    device: torch.device,
-    *,
-    half: bool,
+    recipe: Recipe, parameters: int, world: World, device: torch.device, *, half: bool
 ) -> Parallel:
     """Choose replicas or shards for so many parameters: as the recipe says, or as fits.
 
