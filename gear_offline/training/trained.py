@@ -211,7 +211,9 @@ def _achieved(trained: TrainedModel, task: str | None, facts: PolicyFacts) -> tu
     records: list[EvaluationReport | None] = []
     with suppress(InputError):  # nothing of it is needed to act
         records += read_evaluations(trained.run)
-        records += [read_document(trained.run / "evaluation.json", EvaluationReport)]
+        before = sorted(trained.run.glob("evaluation-*.json"), key=lambda p: (len(p.name), p.name))
+        for file in (*before, trained.run / "evaluation.json"):
+            records.append(read_document(file, EvaluationReport))
     reports = [r for r in records if r is not None and r.step == trained.facts.step]
     place = (facts.environment, facts.environment_options or {})
     results = [report.named.get(task or "", report) for report in reports]
