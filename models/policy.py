@@ -471,11 +471,10 @@ def _numbers(indices: npt.ArrayLike) -> Int64Array:
     """Return numbers of environments, each once; a mask has True for those that are meant."""
     given = np.atleast_1d(np.asarray(indices))
     chosen = np.flatnonzero(given) if given.dtype == np.bool_ else given.astype(np.int64)
-    if given.size and (given.dtype.kind not in "biu" or len({*chosen.tolist()}) < len(chosen)):
-        what = f"{given} are no different numbers of environments"
+    is_once = len({*chosen.tolist()}) == len(chosen) and (chosen >= 0).all()
+    if given.size and (given.dtype.kind not in "biu" or not is_once):
+        what = f"{given} are no different numbers of environments from 0 on"
         raise InputError("MODEL", what, remedy="give whole numbers, each once, or a mask")
-    if (chosen < 0).any():
-        raise InputError("MODEL", f"environment {chosen.min()} is negative")
     return chosen
 
 

@@ -1,5 +1,6 @@
 """Models, strategies and environments of somebody else's files, through every door."""
 
+import os
 import runpy
 import sys
 from collections.abc import Iterator
@@ -561,11 +562,13 @@ def test_an_environment_of_this_process_is_played_as_it_is(own: Path) -> None:
     reach: Any = runpy.run_path("env.py")["Reach"]
 
     class Mine(reach):  # type: ignore[misc]
-        pass
+        def __init__(self, **how: Any) -> None:
+            super().__init__(**how)
+            os.chdir("/")
 
     ways: list[Any] = ["env.py:Reach", Mine, lambda **how: reach(**how)]
     reports = [go.evaluate(policy, environment=way, episodes=2, seed=3, quiet=True) for way in ways]
-    assert len({report.targets[0].returns for report in reports}) == 1
+    assert len({report.targets[0].returns for report in reports}) == 1 and Path.cwd() == own
 
 
 def test_a_script_that_asks_for_its_own_part_while_it_is_imported_is_told(own: Path) -> None:

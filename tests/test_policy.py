@@ -415,7 +415,7 @@ def test_wrong_use_is_refused() -> None:
     policy = make_policy()
     with pytest.raises(InputError, match="reset an environment"):
         policy.act(np.zeros((1, STATES)))
-    with pytest.raises(InputError, match="negative"):
+    with pytest.raises(InputError, match="different numbers"):
         policy.reset([-1], 0.0)
     policy.reset([0], 1.0)
     with pytest.raises(InputError, match="without an act"):

@@ -235,6 +235,7 @@ class Careless(go.Callback):
         torch.manual_seed(1)
         torch.set_grad_enabled(False)
         torch.set_default_dtype(torch.float64)
+        os.chdir("/")
 
 
 @pytest.mark.parametrize("mode", ["on", "off"])

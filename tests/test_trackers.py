@@ -296,3 +296,5 @@ def test_what_a_tracker_needs_is_told_before_training(
     assert not (tmp_path / "run").exists()
     with pytest.raises(go.InputError, match=r"no tracker 'trackoi'.*did you mean 'trackio'"):
         go.sync(whole, "trackoi")
+    with pytest.raises(go.InputError, match="names no tracker"):
+        go.sync(whole)

@@ -512,8 +512,7 @@ def strategies(
     if not as_json:
         show(None, print_text=lambda: print_comparison(comparison))
     show(comparison.to_json(), as_json, lambda: print(folder / "strategies.html"))
-    failures = [failure for outcome in comparison.outcomes for failure in outcome.failures]
-    tell_failures(failures, quiet)
+    tell_failures([each for outcome in comparison.outcomes for each in outcome.failures], quiet)
 
 
 @command("Machines", "doctor", "doctor --json")

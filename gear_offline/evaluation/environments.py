@@ -23,7 +23,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import reduce
@@ -294,7 +294,8 @@ def make_environment(
         spec = EnvSpec(id=re.sub(r"\W", "_", name), entry_point=own) if own else name
     how = {**(options or {}), **more}
     columns = how.pop("observation_columns", None) or {}
-    raw = guarded(environment_id, "making it", _make, environment_id, spec, how)
+    with chdir("."):  # it may go elsewhere, where our paths lead nowhere
+        raw = guarded(environment_id, "making it", _make, environment_id, spec, how)
     return Environment(environment_id, raw, columns)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, chdir
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ class Callbacks(AbstractContextManager["Callbacks"]):
         from gear_offline.core.torch_state import torch_threads
 
         try:  # whatever it sets or draws, the steps to come are as without it
-            with torch.random.fork_rng(devices=[]), torch_threads(None):
+            with torch.random.fork_rng(devices=[]), torch_threads(None), chdir("."):
                 self.stop = bool(getattr(callback, event)(self.run, *facts)) or self.stop
         except Exception as error:
             what = f"a callback failed: {type(error).__name__}: {first_line(error)}"

@@ -365,9 +365,8 @@ def _targets(
         returns = distribution(discounted_returns(dataset, recipe.loader.gamma))
     alike = isclose(returns.max, returns.mean, rel_tol=1e-9)  # of one and the same return
     alike = alike or recipe.model.asks_returns is False
-    if not isfinite(returns.mean):
-        return None  # `_check` tells of rewards that are not
-    return [returns.max] if alike else [returns.max, returns.mean]
+    values = [returns.max] if alike else [returns.max, returns.mean]
+    return values if isfinite(returns.mean) else None  # `_check` tells of rewards that are not
 
 
 def _say_what_differs(recipe: Recipe, dataset: Dataset, environment: str | None) -> None:

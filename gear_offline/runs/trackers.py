@@ -23,6 +23,7 @@ from gear_offline.config.sections import TrainSettings
 from gear_offline.core.files import write_file
 from gear_offline.core.parts import find_part
 from gear_offline.core.text import exact, first_line, say, typed
+from gear_offline.errors import InputError
 from gear_offline.runs.callbacks import Callback
 from gear_offline.runs.checks import TRACKERS, check_trackers
 from gear_offline.runs.directory import RunDirectory
@@ -41,9 +42,8 @@ class Tracker(Protocol):
 
     It is made with the run and a project.
 
-    It goes on with a run that it has, and shows the recipe.  `told` is the largest step that it
-    holds of each kind when it is opened: only later ones are sent, each once, and evaluations that
-    failed before.
+    It goes on with a run that it has, and shows the recipe.  `told` is the largest step of each
+    kind that it has when it is opened: later ones are sent once, and evaluations that had failed.
     """
 
     told: dict[str, int]
@@ -226,7 +226,7 @@ def sync(
     Raises
     ------
     InputError
-        ``RUN_NOT_FOUND``, ``RUN_LOCKED``, ``RUN_DAMAGED``; ``RECIPE`` for another tracker.
+        ``RUN_NOT_FOUND``, ``RUN_LOCKED``, ``RUN_DAMAGED``; ``RECIPE``, ``USAGE``: no such tracker.
     UnavailableError
         ``PACKAGE_MISSING``.
 
@@ -239,6 +239,8 @@ def sync(
     """
     run, asked = open_run(run), {"train.trackers": tracker, "train.project": project}
     settings = run.recipe.replace({k: v for k, v in asked.items() if v is not None}).train
+    if not settings.trackers:
+        raise InputError("USAGE", "the recipe names no tracker", str(run.path), "give --tracker")
     check_trackers(settings.trackers)
     with RunDirectory(run.path, resume=True):
         for tracking in trackings(settings):
