@@ -230,7 +230,7 @@ class SequenceModel(nn.Module):
 
         The action of a step is predicted from the steps before it, and its own state.
         """
-        raise NotImplementedError(f"{type(self).__name__} has neither `predict` nor `losses`")
+        raise NotImplementedError(f"{type(self).__name__} has no `predict`")
 
     def losses(self, batch: Any) -> dict[str, Tensor]:
         """Return the losses of each step by name, (B, K) each; their sum is trained."""

@@ -237,7 +237,9 @@ def assemble(
 
 def _card(file: PolicyFile) -> bytes:
     """Return the model card, with results in the metadata as the Hub lists them."""
+    is_file = ".py:" in (file.environment or "")  # of this machine: the Hub need not know where
     place = file.environment or "unknown"
+    place = os.path.basename(place) if is_file else place
     returns = () if file.goals else file.achieved  # of no goal alone
     best = max(returns, key=lambda entry: entry.mean_return, default=None)
     kinds = {"mean_reward": best.mean_return, "score": best.normalized_score} if best else {}
@@ -247,7 +249,7 @@ def _card(file: PolicyFile) -> bytes:
     metadata = {
         "library_name": "gear-offline",
         "pipeline_tag": TAGS[0],
-        "tags": [*TAGS, *filter(None, [file.environment])],
+        "tags": [*TAGS, *([file.environment] if file.environment and not is_file else [])],
         "datasets": re.findall(r"^hub:([^/@]+/[^/@]+)", file.data or "") or None,
         "metrics": [metric["type"] for metric in metrics] or None,
         "model-index": results if metrics else None,
@@ -271,6 +273,7 @@ policy.reset({asked})
 action = policy.act(observation[None])[0]
 ```"""
     facts = {name.replace("_", " "): getattr(file, name) for name in shown}
+    facts["environment"] = place if file.environment else None
     return card(metadata, file.name, facts, "\n".join([*(rows if file.achieved else []), code]))
 
 

@@ -141,7 +141,7 @@ def test_a_run_is_evaluated_task_by_task(run: Path, capsys: Captured) -> None:
     assert played["normalized_score"] == last["normalized_score"]
     report.print()
     said = capsys.readouterr().out
-    assert "mean score of 2 tasks" in said and "tiny: run at step 20" in said
+    assert "\nmean score of 2 tasks" in said and "tiny: run at step 20" in said
     one = evaluate(run, environment=WIDE, targets=[1.0, 2.0], episodes=1, quiet=True)
     assert [(name, len(task.targets)) for name, task in one.named.items()] == [("wide", 2)]
     assert list(one.to_json()["tasks"]) == ["wide"]

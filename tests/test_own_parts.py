@@ -140,14 +140,18 @@ def test_nobodys_word_imports_nothing(own: Path, monkeypatch: Patch) -> None:
     assert go.load_policy(run.path, device="cpu").action_dim == 1, "a word is given once"
 
 
-def test_a_changed_file_is_told_with_what_to_type(own: Path, monkeypatch: Patch) -> None:
+def test_a_changed_file_is_told_with_what_to_type(
+    own: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
     run = train("run", evaluate__episodes=0)
     another_process(monkeypatch)
     (own / "net.py").write_text(NET + "\n# mended\n")
     with one_error("MODEL", "net.py has changed since.*model.kind=.*net.py:Net") as caught:
         go.train("run", {"train.steps": 11}, resume=True, quiet=True)
     kind = str(caught.value).partition("model.kind=")[2].partition(" ")[0]
-    again = go.train("run", {"train.steps": 11, "model.kind": kind}, resume=True, quiet=True)
+    capsys.readouterr()
+    again = go.train("run", {"train.steps": 11, "model.kind": kind}, resume=True)
+    assert "net.py:Net has changed since the run began" in capsys.readouterr().err
     assert again.steps == 11 and go.load_policy(run.path, device="cpu").facts.step == 11
 
 

@@ -126,6 +126,8 @@ def test_a_folder_acts_as_the_policy_that_was_saved(kind: str, tmp_path: Path) -
 def test_a_run_becomes_a_folder_that_plays_the_same(tmp_path: Path, capsys: Captured) -> None:
     run, folder = write_run(tmp_path / "pend-s0"), tmp_path / "pend"
     expected = go.evaluate(run, device="cpu", quiet=True).to_json()
+    other = go.evaluate(run, environment_options={"g": 1.0}, device="cpu", quiet=True)
+    assert other.mean_return != expected["return"], "of an environment that is not the policy's"
     assert main(["export-policy", str(run), str(folder)]) == 0
     assert capsys.readouterr().out == f"{folder}\n"
     shutil.rmtree(run)

@@ -100,6 +100,26 @@ def test_what_playing_does_not_share_with_the_data_is_said(
     assert ("map made the data's observations, and Pendulum-v1 has its own" in said) is mapped
 
 
+def test_options_of_data_hold_for_the_environment_that_the_user_names(tmp_path: Path) -> None:
+    columns = hopper_columns(6, state_dim=3, action_dim=1)
+    for name, options in ((None, {"max_episode_steps": 7}), ("Hopper-v5", None)):
+        place, source = tmp_path / str(name), ArraySource(columns, [3, 3])
+        how = {"max_episode_steps": 7}
+        convert(source, place, environment=name, environment_options=how, quiet=True)
+        recipe = tiny_recipe(place, "evaluate.environment=Pendulum-v1")
+        resolved, _ = resolve(recipe, open_dataset(place), quiet=True)
+        assert resolved.evaluate.environment_options == options
+
+
+def test_a_scale_that_hides_the_returns_is_said(tmp_path: Path, capfd: Captured) -> None:
+    columns = hopper_columns(6)
+    columns["rewards"] = np.full(6, -4.0, np.float32)  # episodes of three steps return -12
+    dataset = make_dataset(tmp_path, [3, 3], columns=columns)
+    for scale, is_said in ((1000.0, True), (200.0, False)):
+        resolve(tiny_recipe(dataset.path, f"loader.returns_scale={scale}"), dataset)
+        assert ("loader.returns_scale=10 shows them" in capfd.readouterr().err) is is_said
+
+
 def test_an_environment_that_only_the_data_name_may_be_missing(
     tmp_path: Path, capfd: Captured
 ) -> None:

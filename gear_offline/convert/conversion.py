@@ -304,7 +304,8 @@ def _environment(
     """Return the environment that the caller names, or the source; with its reference scores."""
     for name in (info.reference_name, environment, info.environment_id):
         scores = scores or info.scores or (reference_scores(name) if name else None)
-    how = info.environment_options if environment in (None, info.environment_id) else {}
+    is_same = environment is None or info.environment_id in (None, environment)
+    how = info.environment_options if is_same else {}
     if options is not None:
         how = json_options(options)
     name = environment or info.environment_id

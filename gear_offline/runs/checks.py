@@ -9,11 +9,11 @@ from gear_offline.collect.policies import quality_parts
 from gear_offline.config.problems import nearest
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings, ModelSettings, OwnModelSettings, inherit
-from gear_offline.core.parts import Kind, find_part, is_admitted
+from gear_offline.core.parts import Kind, check_admitted, find_part, is_admitted
 from gear_offline.core.text import say
 from gear_offline.dataset.scores import dataset_names, reference_scores
 from gear_offline.errors import InputError, UnavailableError, check_environment_id
-from gear_offline.evaluation.environments import maker_of, unregistered
+from gear_offline.evaluation.environments import ENVIRONMENTS, maker_of, unregistered
 from gear_offline.sampling import parse_options
 
 _HOME = "gear_offline.runs.trackers"
@@ -94,7 +94,10 @@ def _check_environment(name: str, key: str, where: str) -> None:
     if is_admitted(name):
         maker_of(name)
         return
+    if ".py:" in name:
+        check_admitted(ENVIRONMENTS, name)
     check_environment_id(name, where=place)
     if problem := unregistered(name):
-        remedy = "use a registered id, or module:Name-v0 with the module that registers it"
+        remedy = "use a registered id, module:Name-v0 with the module that registers it, or "
+        remedy += "FILE.py:Name"
         raise InputError("ENVIRONMENT", problem, where=place, remedy=remedy)

@@ -168,6 +168,13 @@ def check_resumed(
         raise InputError("RUN_MISMATCH", what, where=str(path), remedy=remedy)
 
 
+def changed_parts(path: Path, recipe: Recipe, start: Path | None = None) -> list[str]:
+    """Return the parts of a recipe whose files have changed since its run began."""
+    known = recipe_before(path, start)
+    before = known[0].parts if known else {}
+    return [name for name, digest in recipe.parts.items() if before.get(name, digest) != digest]
+
+
 def _differences(
     before: Recipe, now: Recipe, step: int, *, is_resolved: bool
 ) -> Iterator[tuple[str, Any, Any]]:

@@ -26,7 +26,7 @@ from gear_offline.core.torch_state import torch_threads
 from gear_offline.distributed.world import World, current, open_world, rank_device, resolve_device
 from gear_offline.errors import GearError
 from gear_offline.runs.callbacks import Callback, Callbacks, recipe_callbacks
-from gear_offline.runs.directory import RunDirectory, check_resumed, default_run_path
+from gear_offline.runs.directory import RunDirectory, changed_parts, check_resumed, default_run_path
 from gear_offline.runs.evaluations import Shared
 from gear_offline.runs.prepare import open_growing, prepare_dataset, resolve, settle
 from gear_offline.runs.run import Run
@@ -127,6 +127,8 @@ def begin_run(
     world = world or World()
     recipe, sizes = resolve(recipe, dataset, quiet=quiet)  # it says everything in numbers
     world.lead(lambda: check_resumed(run.path, recipe, start, dataset))
+    for name in changed_parts(run.path, recipe, start):
+        say(f"{name} has changed since the run began: results from before are not its", quiet=quiet)
     with ExitStack() as held:
         growing = open_growing(recipe, sizes, dataset, world=world, quiet=quiet)
         if growing is not None:

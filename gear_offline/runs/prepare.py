@@ -25,7 +25,7 @@ from gear_offline.convert.conversion import changed_files, convert, options_text
 from gear_offline.core.files import check_folder, turn_of
 from gear_offline.core.hub import is_there
 from gear_offline.core.system import available_bytes
-from gear_offline.core.text import count_text, say, size_text, texts
+from gear_offline.core.text import count_text, say, short, size_text, texts
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.growing import GrowingDataset
 from gear_offline.dataset.scores import reference_scores
@@ -55,6 +55,7 @@ from gear_offline.training.model import data_sizes, resolve_precision
 from gear_offline.training.trained import find_trained
 
 MOST_FLOAT32 = float(np.finfo(np.float32).max)
+SEEN = 0.05  # returns-to-go below it are next to nothing to the model
 MOST_SQUARED = 1e18  # the squares of a layer's inputs are finite in float32, and so is their sum
 
 # the data -------------------------------------------------------------------------------------
@@ -296,7 +297,7 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
     if plays:
         resolve_device(recipe.evaluate.device, where="evaluate.device")
     options = recipe.evaluate.environment_options
-    if options is None and environment == dataset.environment_id:
+    if options is None and dataset.environment_id in (None, environment):
         options = dataset.environment_options or None
     facts, sizes = _probe_environment(recipe, dataset, options, sizes, quiet=quiet)
     if facts is not None:
@@ -316,6 +317,7 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
     }
     if facts is not None and not quiet:
         _say_what_differs(recipe, dataset, environment)
+    _say_returns_scale(recipe, dataset, quiet=quiet)
     changes |= _model_options(recipe, dataset, longest, discrete=sizes.discrete)
     resolved = recipe.replace(changes)
     _check(resolved, dataset, sizes)
@@ -380,6 +382,18 @@ def _say_what_differs(recipe: Recipe, dataset: Dataset, environment: str | None)
     if recipe.loader.gamma < 1.0 and not goals:
         what = f"loader.gamma is {recipe.loader.gamma:g}: returns that are asked for are discounted"
         say(f"{what}, those that are achieved are not")
+
+
+def _say_returns_scale(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> None:
+    """Say that ``loader.returns_scale`` leaves the model next to nothing of the returns."""
+    scale, returns = recipe.loader.returns_scale, dataset.manifest.returns
+    most = max(abs(returns.min), abs(returns.max)) if "rewards" in dataset.spec else 0.0
+    unasked = recipe.loader.goals is not None or recipe.model.asks_returns is False
+    if unasked or recipe.train.init is not None or not 0.0 < most < SEEN * scale:
+        return
+    what = f"returns of the data reach {short(most)} and loader.returns_scale is {scale:g}"
+    better = f"loader.returns_scale={float(f'{most:.0e}'):g}"
+    say(f"{what}: the model hardly sees them; {better} shows them", quiet=quiet)
 
 
 def _model_options(

@@ -235,7 +235,8 @@ class EvaluationReport(Printed, TaskResult):
             task.print_targets(console, f"{name}: {heading}")
         if len(self.named) > 1:
             count = count_text(len(self.named), "task")
-            console.print(f"\nmean score of {count}: {score_text(self.normalized_score)}")
+            console.print()
+            console.print(f"mean score of {count}: {score_text(self.normalized_score)}")
 
     def summary(self) -> tuple[str, str]:
         """Return a line in short (the best target), and in full."""

@@ -145,7 +145,8 @@ def load_policy(
     name = run_or_folder if revision is None else f"{os.fspath(run_or_folder)}@{revision}"
     trained = find_trained(name, checkpoint, model=model)
     policy = trained.policy(task, where)
-    policy.facts = policy.facts.model_copy(update={"achieved": _achieved(trained, task)})
+    own = _achieved(trained, task, policy.facts)
+    policy.facts = policy.facts.model_copy(update={"achieved": own})
     return policy
 
 
@@ -174,6 +175,9 @@ def find_trained(
     if is_hub(path) or (is_bare and not path.exists() and not path.parent.is_dir()):
         name = f"{PREFIX}{str(path).removeprefix(PREFIX)}"
         path = fetch(name, "model", "RUN_NOT_FOUND", only=(POLICY, CONFIG, MODEL))
+    if path.suffix == ".onnx" and path.is_file():
+        what, remedy = "an ONNX file acts by onnxruntime", "give the run or the policy folder"
+        raise InputError("RUN_NOT_FOUND", what, str(path), remedy)
     if not (path / POLICY).is_file():
         return while_removed(lambda: trained_model(chosen_checkpoint(path, checkpoint, say), kind))
     if checkpoint is not None:
@@ -200,17 +204,22 @@ def _by_itself(made: SequenceModel, window: Window, facts: PolicyFacts, path: st
     return TrainedModel(made, recipe, window, facts)
 
 
-def _achieved(trained: TrainedModel, task: str | None) -> tuple[Achieved, ...]:
-    """Return the results of the newest evaluation of these weights in their run."""
+def _achieved(trained: TrainedModel, task: str | None, facts: PolicyFacts) -> tuple[Achieved, ...]:
+    """Return the results of the newest evaluation of these weights in the policy's environment."""
     if trained.run is None:
         return trained.facts.achieved
     records: list[EvaluationReport | None] = []
     with suppress(InputError):  # nothing of it is needed to act
         records += read_evaluations(trained.run)
-        records += [read_document(trained.run / "evaluation.json", EvaluationReport)]
+        before = sorted(trained.run.glob("evaluation-*.json"), key=lambda p: (len(p.name), p.name))
+        for file in (*before, trained.run / "evaluation.json"):
+            records.append(read_document(file, EvaluationReport))
     reports = [r for r in records if r is not None and r.step == trained.facts.step]
-    targets = reports[-1].named.get(task or "", reports[-1]).targets if reports else ()
+    place = (facts.environment, facts.environment_options or {})
+    results = [report.named.get(task or "", report) for report in reports]
+    played = [r for r in results if (r.environment, r.environment_options) == place]
     keys = set(Achieved.model_fields)
+    targets = played[-1].targets if played else ()
     return tuple(Achieved(**target.model_dump(include=keys)) for target in targets)
 
 
