@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gear_offline as go
 from gear_offline.cli.main import main
 from gear_offline.convert.append import Appender
 from gear_offline.convert.conversion import convert
@@ -20,7 +22,7 @@ from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import InputError
 from gear_offline.sources import edit, from_arrays, from_episodes, open_source
 from tests.hdf5_files import write
-from tests.support import ArraySource, hopper_columns
+from tests.support import ArraySource, hopper_columns, one_error
 
 Columns = dict[str, Any]
 
@@ -268,3 +270,19 @@ def test_frames_with_channels_first(
         assert said.count("channels first") == bool(turned)
     piece = {name: rows[:4] for name, rows in columns.items()}
     Appender(tmp_path / "d").append([piece])  # as an environment gives them
+
+
+def test_names_in_the_wrong_order_are_said_the_other_way_round(tmp_path: Path) -> None:
+    columns = {"state": np.ones((4, 3), "f4"), "cmd": np.ones((4, 1), "f4"), "rewards": np.ones(4)}
+    with h5py.File(tmp_path / "lab.h5", "w") as file:
+        for name, rows in (columns | {"terminals": np.arange(4) == 3}).items():
+            file[name] = rows
+    options: dict[str, Any] = {"quiet": True, "rule": "terminals"}
+    renamed = {"observations": "state", "actions": "cmd"}
+    with one_error("COLUMN", "--rename state=observations"):
+        go.convert(tmp_path / "lab.h5", tmp_path / "a", rename=renamed, **options)
+    with one_error("COLUMN", "new name stands first: observations=state"):
+        go.convert(tmp_path / "lab.h5", tmp_path / "a", columns=["state=observations"], **options)
+    swapped = {old: new for new, old in renamed.items()}
+    manifest = go.convert(tmp_path / "lab.h5", tmp_path / "a", rename=swapped, **options)
+    assert {"observations", "actions"} <= {column.name for column in manifest.spec}

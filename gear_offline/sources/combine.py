@@ -215,7 +215,10 @@ def _taken(source: Source, new: str, olds: Sequence[str]) -> dict[str, list[Colu
         if not below:
             why = source.info.attributes.get("left_out", {}).get(old)
             what = f"no {old!r} to take as {new!r}{f': {why}' if why else ''}"
-            raise InputError("COLUMN", what, source.info.uri, f"found: {some_names(columns)}")
+            remedy = f"found: {some_names(columns)}"
+            if new in columns:
+                remedy = f"the new name stands first: {old}={new}; {remedy}"
+            raise InputError("COLUMN", what, source.info.uri, remedy)
         if len(olds) == 1:
             return {new + n.removeprefix(name): [columns[n]] for n in below}
         if name not in columns:

@@ -137,15 +137,20 @@ def find_columns(
         parts = split_names(names.get(column, column))
         leaves = [n for p in parts for n in rows if n == p or n.startswith(f"{p}/")]
         why = [f": it is {left_out[part]}" for part in parts if part in left_out]
-        lost = why and not asked.rule and column not in required and arrays[parts[0]].shape
-        if not leaves and (lost or (column in required and not (asked.partial and rows))):
+        is_lost = why and not asked.rule and column not in required and arrays[parts[0]].shape
+        remedy = UNREAD if is_lost else ""
+        if not leaves and (remedy or (column in required and not (asked.partial and rows))):
             taken = [new for new, old in names.items() if column in split_names(old)]
             why += [f": it is renamed to {new}" for new in taken]
             what = f"no dataset {names.get(column, column)!r}{''.join(why)}"
-            remedy = f"needed: {', '.join(required)}; found: {some_names(arrays)}; other "
-            remedy += f"names: --rename NAME={column}; several: name them by "
-            remedy += "--columns, docs/how-to/cameras.md; other layouts: docs/how-to/convert.md"
-            raise InputError("COLUMN", what, where, UNREAD if lost else remedy)
+            if stored := [new for new in taken if new in arrays]:
+                remedy = f"the stored name stands first: --rename {stored[0]}={column}"
+            remedy = remedy or (
+                f"needed: {', '.join(required)}; found: {some_names(arrays)}; other "
+                f"names: --rename NAME={column}; several: name them by "
+                "--columns, docs/how-to/cameras.md; other layouts: docs/how-to/convert.md"
+            )
+            raise InputError("COLUMN", what, where, remedy)
         chosen += [name for name in leaves if name not in chosen]
     chosen = chosen or [*rows][:1]
     count = rows[chosen[0]]
