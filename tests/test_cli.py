@@ -478,6 +478,7 @@ def interrupted(words: list[str], number: int, runs: list[Path]) -> int:
                 return
         os.kill(os.getpid(), number)
 
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
     thread = threading.Thread(target=interrupt)
     thread.start()
     try:
@@ -485,6 +486,7 @@ def interrupted(words: list[str], number: int, runs: list[Path]) -> int:
     finally:
         over.set()
         thread.join()
+        signal.signal(signal.SIGHUP, hangup)
 
 
 @pytest.mark.usefixtures("forked_workers")

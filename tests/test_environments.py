@@ -74,6 +74,7 @@ def test_what_cannot_be_made_is_one_clear_error(monkeypatch: Patch) -> None:
 
 
 def test_other_processes_learn_what_this_one_knows(monkeypatch: Patch) -> None:
+    monkeypatch.setattr("gear_offline.core.parts._admitted", {})  # by tests before
     spec = EnvSpec("GearKnown-v0", "gymnasium.envs.classic_control:CartPoleEnv", kwargs={})
     monkeypatch.setitem(gymnasium.registry, spec.id, spec)
     known = known_of("GearKnown-v0")

@@ -1,4 +1,4 @@
-"""Torch's settings of a process, as this package's own work needs them: the caller's stay his."""
+"""Torch's settings of a process while this package works; the caller's are set again behind it."""
 
 from __future__ import annotations
 
