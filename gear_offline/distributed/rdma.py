@@ -54,7 +54,7 @@ class Memory(NamedTuple):
     key: int
 
 
-class Ranks(Protocol):
+class RankMessages(Protocol):
     """The part of a `World` that reads need; the module of `World` imports torch."""
 
     @property
@@ -75,7 +75,7 @@ class RdmaExchange:
         self,
         node_rows: NodeRows,
         landing: tuple[npt.NDArray[np.generic], ...],
-        world: Ranks,
+        world: RankMessages,
         endpoint: Endpoint,
     ) -> None:
         self._world, self._node_rows, self._endpoint = world, node_rows, endpoint
