@@ -170,7 +170,7 @@ def check_resumed(
 
 def changed_parts(path: Path, recipe: Recipe, start: Path | None = None) -> list[str]:
     """Return the parts of a recipe whose files have changed since its run began."""
-    known = recipe_before(path, start)
+    known = recipe_before(path, start) if recipe.parts else None
     before = known[0].parts if known else {}
     return [name for name, digest in recipe.parts.items() if before.get(name, digest) != digest]
 

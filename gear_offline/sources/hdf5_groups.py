@@ -53,7 +53,7 @@ def open_groups(file: Hdf5File, groups: Mapping[str, Group], asked: Asked) -> So
     left_out = {n: why for _, left in parts.values() for n, why in left.items()}
     attributes, environment, reference = _environment(file)
     empty, is_demos = len(chosen) - len(parts), all(map(_DEMO.fullmatch, groups))
-    untold = is_demos and "dones" in columns and not ("dones" in names.values() or asked.rule)
+    is_unclear = is_demos and "dones" in columns and not ("dones" in names.values() or asked.rule)
     notes = [f"{count_text(empty, 'episode')} without steps left out"] * (empty > 0)
     return Source(
         [Piece.of({n: own[n] for n in columns}) for own, _ in parts.values()],
@@ -70,7 +70,7 @@ def open_groups(file: Hdf5File, groups: Mapping[str, Group], asked: Asked) -> So
                 **attributes,
                 "filter_keys": sorted(masks),
                 "left_out": others | left_out | dict.fromkeys(aside, "in no group"),
-                "warnings": [*file.warnings, *notes, *[DONES] * untold],
+                "warnings": [*file.warnings, *notes, *[DONES] * is_unclear],
             },
         ),
     )
@@ -86,10 +86,10 @@ def episode_groups(file: Hdf5File, names: Mapping[str, str]) -> dict[str, Group]
     is_numbered = any(re.match(f"{actions}_[0-9]", n) for n in stored)
     if (is_numbered and not {"rewards", *FLAGS} & {*stored}) or all(map(_NUMBERED.match, stored)):
         stored = {_NUMBERED.sub(r"\2/\1/\3", n).strip("/"): rows for n, rows in stored.items()}
-    found = [re.match(rf"(?:(.+?)/)??{actions}(?:/|$)", name) for name in stored]
-    if not any(found):  # they may have another name
-        found = [re.match(r"(?!mask/|meta)(?:(.*?[0-9][^/]*)/)?", name) for name in stored]
-    heads = {match[1] or "" for match in found if match}
+    matches = [re.match(rf"(?:(.+?)/)??{actions}(?:/|$)", name) for name in stored]
+    if not any(matches):  # they may have another name
+        matches = [re.match(r"(?!mask/|meta)(?:(.*?[0-9][^/]*)/)?", name) for name in stored]
+    heads = {match[1] or "" for match in matches if match}
     alike = {_DIGITS.sub("#", head) for head in heads}
     if "" in heads or alike == heads or (len(heads) == 1 and not max(heads)[-1].isdigit()):
         return {}

@@ -219,11 +219,8 @@ def _open_hdf5(path: Path, asked: Asked) -> Source:
 Reader = Callable[[Path, Asked], Source]
 FILES: dict[str, Reader] = {".npz": open_npz, ".parquet": open_parquet}  # any other is HDF5
 FLAT = ("d4rl", "hdf5", "npz", "ogbench", "parquet-rows")  # formats whose episodes a rule cuts
-JUDGED = (
-    "hdf5-groups",
-    "lerobot",
-    "parquet",
-)  # formats whose flags at the last steps tell how episodes ended
+# formats whose flags at the last steps tell how episodes ended
+JUDGED = ("hdf5-groups", "lerobot", "parquet")
 FOLDERS: tuple[tuple[Callable[[Path], Any], Reader], ...] = (  # the first that fits
     (data_directory, open_minari),
     (is_dataset, lambda path, asked: dataset_source(open_dataset(path))),
