@@ -1,4 +1,4 @@
-"""Zarr stores, written by the zarr package as Diffusion Policy's replay buffers; by NumPy's rows."""
+"""Zarr stores, written by the zarr package as Diffusion Policy's buffers; against NumPy's rows."""
 
 import json
 from pathlib import Path
