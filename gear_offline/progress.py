@@ -5,6 +5,7 @@ Progress goes to stderr, so that stdout stays free for results and ``--json``.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,12 +25,21 @@ from gear_offline.core.text import count_text, printable, say, short, size_text
 
 PLAIN_SECONDS = 10.0  # between two plain lines
 DRAWS_PER_SECOND = 5
+UNBOUNDED = 10_000  # characters of a line where nobody sees its end
 LEAST_BAR = 6  # characters
 MOST_NAME = 26  # characters of a name that are not broken on a narrow terminal
 
 
 class Terminal(Console):
-    """A console that shows text as it is: no markup, no codes of emoji, nothing that steers."""
+    """A console that shows text as it is: no markup, no codes of emoji, nothing that steers.
+
+    In a file or a pipe lines are as long as they are, unless COLUMNS is set.
+    """
+
+    def __init__(self, *, width: int | None = None, **how: Any) -> None:
+        super().__init__(width=width, **how)
+        is_seen = self.is_terminal or self.is_jupyter or "COLUMNS" in os.environ
+        self.width = self.width if width or is_seen else UNBOUNDED
 
     def render_str(
         self,
@@ -99,11 +109,12 @@ class Progress(Closing):
         self._doing, self._facts = "", dict[str, str]()
         self._before, self._paused_seconds = done, 0.0
         self._began = self._printed = time.monotonic()
-        self._changed = self._began  # the rate is that of the time until then
+        # the rate is that of the time between: what comes before the first unit prepares the others
+        self._first, self._from, self._changed = done, self._began, self._began
         self._live: Live | None = None
 
     def __enter__(self) -> Progress:
-        if not self._quiet and sys.stderr.isatty():
+        if not self._quiet and sys.stderr is not None and sys.stderr.isatty():
             console = Terminal(stderr=True)
             self._live = Live(
                 self, console=console, refresh_per_second=DRAWS_PER_SECOND, redirect_stdout=False
@@ -113,9 +124,11 @@ class Progress(Closing):
 
     def update(self, done: int, **facts: str) -> None:
         """Show that `done` units are done, and `facts`, which stay; cheap enough for every step."""
-        self._done = done
+        now = time.monotonic()
+        if self._first == self._before != done:
+            self._first, self._from, self._paused_seconds = done, now, 0.0
+        self._done, self._changed = done, now
         self._facts.update(facts)
-        self._changed = now = time.monotonic()
         is_due = now - self._printed >= PLAIN_SECONDS and done != self.total
         if self._live is None and is_due and not self._quiet:
             self._printed = now
@@ -171,8 +184,8 @@ class Progress(Closing):
 
     def _remarks(self) -> list[str]:
         """Return rate, time left and facts, in the order of their weight."""
-        seconds = self._changed - self._began - self._paused_seconds
-        rate = (self._done - self._before) / seconds if seconds > 0 else 0.0
+        seconds = self._changed - self._from - self._paused_seconds
+        rate = (self._done - self._first) / seconds if seconds > 0 else 0.0
         remarks = []
         if rate > 0:
             speed = size_text(int(rate)) if self._unit == "bytes" else f"{short(rate)} {self._unit}"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from gear_offline.config.problems import no_data, problem_text
+from gear_offline.config.problems import no_data, option_text
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import LoaderSettings, SelectionSettings
 from gear_offline.core.hub import is_there
@@ -49,7 +49,8 @@ def check_options(given: Mapping[str, Any], device: torch.device) -> LoaderOptio
     try:
         options = LoaderOptions(**plain(asked))
     except ValidationError as error:
-        raise InputError("LOADER_OPTION", problem_text(error.errors()[0])) from error
+        what = option_text(LoaderOptions, error.errors()[0])
+        raise InputError("LOADER_OPTION", what) from error
     name = "placement" if options.placement in ("hbm", "peer") else "engine"
     if name == "placement" and options.engine == "off":
         raise bad_option("engine", "off", "'auto' or 'on' with rows in GPU memory")

@@ -144,6 +144,13 @@ def test_the_overview_has_groups_and_the_version(capsys: Captured) -> None:
         ("plan smoke --data lots", "; see gear-offline plan --help\n"),
         ("plan smoke --nodes two", "; see gear-offline plan --help\n"),
         ("strategies smoke --seeds 5", "; add --train\n"),
+        *(
+            (
+                f"{command} smoke train.steps=5 seed=1 train.steps=6",
+                "given twice; keep one of them\n",
+            )
+            for command in ("train", "plan", "strategies", "recipes validate")
+        ),
     ],
 )
 def test_wrong_usage_is_one_line_that_says_the_way_out(

@@ -137,7 +137,8 @@ def test_goals_are_states_of_the_dataset(
 
 def test_who_may_ask_for_goals(dataset: Dataset, tmp_path: Path) -> None:
     for goals, words in (
-        ({"futur": 1.0}, "goals.futur"),
+        ({"futur": 1.0}, "unknown option 'goals.futur', did you mean 'goals.future'"),
+        ({"x": 1.0}, "there are current, future, final, random, discount"),
         ({}, "must not be all 0"),
         ({"future": 1.0, "discount": 1.0}, "goals.discount: .* less than 1"),
         ("future", "goals: "),

@@ -177,6 +177,8 @@ def test_models_of_the_package_train_play_save_and_export(own: Path, name: str) 
     assert run.best is not None and run.recipe.model.kind == OURS[name]["model.kind"]
     folder = run.policy(device="cpu").save("policy")
     policy, other = go.load_policy(folder, device="cpu"), run.policy(device="cpu")
+    with one_error("ENVIRONMENT", "env.py has no 'Raech', did you mean 'Reach'"):
+        go.evaluate(policy, environment="env.py:Raech", episodes=2, quiet=True)
     report = go.evaluate(policy, environment="env.py:Reach", episodes=2, seed=3, quiet=True)
     again = go.evaluate(run, episodes=2, seed=3, out="again.json", quiet=True)
     assert report.targets[0].returns == pytest.approx(again.targets[0].returns, rel=1e-4)
@@ -264,6 +266,13 @@ def doubled(episode):
         (("class Net(go.SequenceModel)", "class Net(nn.Module)"), "no subclass"),
         (("nn.Linear(3, 3)", "nn.LazyLinear(3)"), "lazy modules"),
         (("torch.tanh(self.action(self.hidden(batch)))", "batch.states"), r"act\(\) gave"),
+        (
+            (
+                "squared(torch.tanh(self.action(hidden)), batch.actions)",
+                "nn.functional.mse_loss(hidden, batch.actions, reduction='none').mean(-1)",
+            ),
+            r"a target size .* at .*net.py:\d+ in losses",
+        ),
         (
             ("self.state(hidden), following)", "self.state(hidden), following).mean()"),
             r"losses\(\)",
@@ -421,8 +430,8 @@ class Sized(go.SequenceModel):
     }
     for kind, expected in taken.items():
         out = f"run-{kind[:3]}"
-        words = [f"{key}={value}" for key, value in options().items() if key[:5] != "selec"]
-        words += ["evaluate.episodes=0", f"model.kind={kind}"]
+        changes = {**options(), "evaluate.episodes": 0, "model.kind": kind}
+        words = [f"{key}={value}" for key, value in changes.items() if key[:5] != "selec"]
         assert main(["train", "base.yaml", *words, "--out", out]) == 0
         said = capsys.readouterr().err
         assert said.count("does not take it") == bool(lacks[kind]) and lacks[kind] in said

@@ -54,13 +54,30 @@ def test_a_line_every_ten_seconds(capfd: Captured, clock: list[float]) -> None:
     assert lines[1] == "tiny: 200 of 400 steps  0:00:20 left  10 steps/s"
 
 
-def test_a_pause_does_not_count_for_the_rate(capfd: Captured, clock: list[float]) -> None:
-    with Progress("tiny", total=200) as progress:
+def test_a_pause_and_what_comes_before_the_first_step_do_not_count_for_the_rate(
+    capfd: Captured, clock: list[float]
+) -> None:
+    with Progress("tiny", total=200, done=50) as progress:
+        with progress.paused("opening"):
+            clock[0] = 30.0
+        clock[0] = 90.0  # a model is compiled
+        progress.update(51)
         with progress.paused("evaluating"):
-            clock[0] = 6.0
-        clock[0] = 16.0
-        progress.update(100)
-    assert capfd.readouterr().err.splitlines()[1].endswith("0:00:10 left  10 steps/s")
+            clock[0] = 96.0
+        clock[0] = 101.0
+        progress.update(101)
+    first, last = capfd.readouterr().err.splitlines()[1:4:2]
+    assert first == "tiny: 51 of 200 steps"
+    assert last.endswith("0:00:10 left  10 steps/s")
+
+
+def test_a_daemon_has_no_stderr_and_stdout_is_for_results(
+    capfd: Captured, monkeypatch: Patch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", None)
+        work()
+    assert capfd.readouterr() == ("", "")
 
 
 def shown_on_a_terminal(monkeypatch: Patch, columns: int) -> str:

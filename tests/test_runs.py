@@ -87,6 +87,7 @@ def runs(whole: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     shutil.copytree(whole, folder / "whole", symlinks=True)
     (folder / "damaged" / "checkpoints").mkdir(parents=True)
     (folder / "damaged" / "recipe.yaml").write_text("stepz: 1\n")
+    (folder / "lost" / "checkpoints" / "step-00000005").mkdir(parents=True)
     (folder / "no-run").mkdir()
     (folder / "no-run" / "recipe.yaml").write_text("name: mine\n")
     return folder
@@ -95,7 +96,8 @@ def runs(whole: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 def test_runs_are_listed(runs: Path, whole: Path, data: Path, capsys: Captured) -> None:
     found = go.list_runs(runs)
     rows = {row.name: row for row in found.rows}
-    assert set(rows) == {"a-s0", "a-s1", "sweep/runs/b,s0", "whole", "damaged"}
+    assert set(rows) == {"a-s0", "a-s1", "sweep/runs/b,s0", "whole", "damaged", "lost"}
+    assert "recipe.yaml is not there" in (rows["lost"].error or "")
     one, best = rows["whole"], go.open_run(whole).best
     assert best is not None
     assert (one.steps, one.asked, one.best_return) == (20, 20, best.mean_return)
@@ -179,6 +181,8 @@ def test_compare_writes_one_picture(
 MISTAKES: list[tuple[Callable[[Path], Any], str]] = [
     (lambda runs: go.list_runs(runs / "no-run"), "no run is there"),
     (lambda runs: go.list_runs(runs / "nothing"), "there is no such folder"),
+    (lambda runs: go.open_run(runs / "lost"), "recipe.yaml is not there"),
+    (lambda runs: go.train(runs / "lost", resume=True), "recipe.yaml is not there"),
     (lambda runs: go.compare_runs([runs / "a-s0"]), "nothing to compare"),
     (lambda runs: go.compare_runs([runs / "a-s0", runs / "sweep" / ".." / "a-s0"]), "two differ"),
     (lambda runs: go.compare_runs([runs / "a-s0", runs / "nothing"]), "no such run"),

@@ -17,6 +17,17 @@ from typing import Annotated, Any
 
 from typer import Argument, BadParameter, Option
 
+from gear_offline.errors import InputError
+
+
+def check_keys(words: list[str]) -> list[str]:
+    """Refuse words that give an option twice: one of them would not count."""
+    keys = [word.partition("=")[0].strip() for word in words]
+    for place, key in enumerate(keys):
+        if key in keys[:place]:
+            raise InputError("USAGE", f"{key} is given twice", remedy="keep one of them")
+    return words
+
 
 def parse_size(text: str) -> int:
     """Return the bytes of ``"256MiB"``, ``"2GB"`` or ``"1048576"``."""
@@ -119,7 +130,7 @@ RecipeName = Annotated[
     ),
 ]
 Changes = partial(Argument, [], metavar="KEY=VALUE", autocompletion=complete_option)
-Overrides = partial(Changes, help="Options to change, e.g. train.steps=1000.")
+Overrides = partial(Changes, help="Options to change, e.g. train.steps=1000.", callback=check_keys)
 Axes = partial(Changes, help="Options to change; key=a,b,c: every combination is a run.")
 Json = Annotated[bool, Option("--json", help="Print one JSON document on stdout.")]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="No progress, no messages.")]

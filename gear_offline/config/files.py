@@ -91,10 +91,20 @@ def find_recipe(name_or_path: str | os.PathLike[str], *, relative_to: Path | Non
         remedy = "a recipe's name ends with .yaml; if it is data: "
         remedy += f"gear-offline convert {typed(text)} {data}, then {train}{data}"
         raise InputError("RECIPE", f"{text} is not a recipe", remedy=remedy)
+    if (path / "checkpoints").is_dir():
+        raise lost_recipe(path)
     guess = nearest(path.stem, list(shipped))
     what = f"no recipe {text!r}" + (" and no run there" if path.is_dir() else "")
     remedy = (f"did you mean {guess!r}? " if guess else "") + "`gear-offline recipes ls` lists them"
     raise InputError("RECIPE", what, str(relative_to or ""), remedy)
+
+
+def lost_recipe(run: Path) -> InputError:
+    """Return the error of a run whose recipe.yaml is not there any more."""
+    what = "the run's recipe.yaml is not there"
+    remedy = "copy it there again, or give its recipe by name: gear-offline train RECIPE --resume "
+    remedy += f"--out {typed(run)}; evaluate and export-policy work without"
+    return InputError("RUN_NOT_FOUND", what, str(run), remedy)
 
 
 def is_of_run(path: Path) -> bool:

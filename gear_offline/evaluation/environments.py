@@ -329,6 +329,8 @@ def _make(
         remedy = f"install it, e.g. pip install 'gear-offline[{extra}]'"
         raise UnavailableError("ENVIRONMENT", what, remedy=remedy) from error
     except gymnasium.error.Error as error:
+        if is_admitted(environment_id) and environment_id.rpartition(":")[2].isidentifier():
+            find_part(ENVIRONMENTS, environment_id)  # it raises, with the nearest name
         what = f"no environment {environment_id!r}: {first_line(error)}"
         remedy = "use a registered Gymnasium id such as Hopper-v5; one of your own with its "
         remedy += "file or module: FILE.py:Name, my_module:Name-v0"

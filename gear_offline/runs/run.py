@@ -15,6 +15,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
+from gear_offline.config.files import lost_recipe
 from gear_offline.config.recipe import Recipe, read_recipe
 from gear_offline.core.parts import readmit
 from gear_offline.core.text import number_text
@@ -74,6 +75,8 @@ class Run(os.PathLike[str]):
     @property
     def recipe(self) -> Recipe:
         """Its recipe, with the values that come from the data filled in."""
+        if not (self.path / "recipe.yaml").is_file():
+            raise lost_recipe(self.path)
         recipe = read_recipe(self.path / "recipe.yaml")
         readmit(recipe.trusted)
         return recipe
@@ -301,7 +304,7 @@ def list_runs(folder: str | os.PathLike[str] = "runs") -> RunList:
 
 
 def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
-    if (folder / "recipe.yaml").is_file():
+    if (folder / "recipe.yaml").is_file() or list_checkpoints(folder / "checkpoints"):
         if any((folder / name).exists() for name in ("metrics.jsonl", "checkpoints")):
             yield folder
     elif depth and os.access(folder, os.R_OK | os.X_OK) and folder.is_dir():

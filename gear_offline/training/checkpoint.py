@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field
 
+from gear_offline.config.files import lost_recipe
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import read_regular, sync_directory, write_error, write_file
 from gear_offline.core.hub import is_hub
@@ -371,6 +372,8 @@ def no_run(path: Path) -> InputError:
     elif (path / "recipe.yaml").is_file():
         what = "the run has no checkpoint yet"
         remedy = f"wait for one, or go on with `gear-offline train {typed(path)} --resume`"
+    elif list_checkpoints(path / "checkpoints"):
+        return lost_recipe(path)
     elif path.is_dir():
         what = "there is no run in this folder"
     return InputError("RUN_NOT_FOUND", what, where=str(path), remedy=remedy)

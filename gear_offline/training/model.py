@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -199,7 +200,8 @@ def try_model(
     devices = [device] if device.type == "cuda" else []
     half = torch.autocast(device.type, dtype=precision, enabled=precision is not None)
     with torch.random.fork_rng(devices), calling_part(MODELS, "trying its losses", name):
-        with half:
+        with half, warnings.catch_warnings():
+            warnings.filterwarnings("error", "Using a target size")  # a mean over a broadcast
             losses = model.train().losses(batch)
         values: Any = list(losses.values()) if isinstance(losses, dict) else [losses]
         wrong = [x for x in values if not isinstance(x, Tensor) or x.shape != shape]

@@ -59,14 +59,15 @@ class TrainedModel:
             window = window.model_copy(update={name: getattr(entry, name) for name in own})
             if entry.name in (recipe.data.tasks or {}):
                 recipe = recipe.of_task(entry.name)
-        names = (self.facts.data, recipe.data.source, recipe.data.path)  # none of this machine's
+        names = [name for name in (self.facts.data, recipe.data.source, recipe.data.path) if name]
+        names.sort(key=lambda name: ":" not in name)  # of this machine's folders nothing is told
         facts = {
             "environment": recipe.evaluate.environment,
             "environment_options": recipe.evaluate.environment_options or None,
             "targets": recipe.evaluate.targets or (),
             "reference": recipe.evaluate.reference,
             "goals": recipe.loader.goals,
-            "data": next((name for name in names if name and ":" in name), None),
+            "data": next((n if ":" in n else Path(n).name for n in names), None),
         }
         policy = Policy(
             model,
