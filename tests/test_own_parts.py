@@ -526,7 +526,7 @@ def test_a_perceptron_sees_bytes_of_frames_as_shares() -> None:
         InputColumn(name="camera", shape=(2, 2), frames="uint8"),
         InputColumn(name="at", shape=(3,)),
     )
-    facts = ModelFacts(state_dim=7, action_dim=2, observations=columns)
+    facts = ModelFacts(state_dim=7, action_dim=2, columns=columns)
     model = MLP(facts, MLPSettings(action_tanh=False)).eval()
     camera, at = torch.randint(0, 256, (2, 4, 2, 2), dtype=torch.uint8), torch.randn(2, 4, 3)
     batch = SimpleNamespace(states={"camera": camera, "at": at}, attention_mask=torch.ones(2, 4))
