@@ -374,11 +374,8 @@ def make_model(kind: str, facts: ModelFacts, settings: Any) -> SequenceModel:
         raise InputError("MODEL", what, kind, "give them sizes, as facts.state_dim")
     own = {*model._modules, *model._parameters, *model._buffers}
     if taken := sorted(own & {name for name in vars(SequenceModel) if name[0] != "_"}):
-        what, remedy = (
-            f"{kind_class.__name__}.{taken[0]} is a method that all models have",
-            "rename it",
-        )
-        raise InputError("MODEL", what, kind, remedy)
+        what = f"{kind_class.__name__}.{taken[0]} is a method that all models have"
+        raise InputError("MODEL", what, kind, "rename it")
     model.part = kind, digest_of(kind) if is_part(kind) else ""
     return model
 

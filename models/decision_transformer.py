@@ -40,6 +40,7 @@ from gear_offline.models.encoders import (
     ColumnEncoder,
     FrameEncoder,
     InputColumn,
+    column_facts,
     resolve_encoder,
 )
 from gear_offline.models.gaussian import INITIAL_TEMPERATURE, Gaussian, gaussian_losses
@@ -133,7 +134,7 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
         super().__init__(config)
         for block in self.encoder.h:  # in place: what is drawn for its parameters stays the same
             block.__class__ = Block
-        columns = InputColumn.of_config(config)
+        columns = [InputColumn.model_validate(facts) for facts in column_facts(vars(config))]
         self.frame_encoder: FrameEncoder | ColumnEncoder | None = None
         if len(columns) > 1:
             self.frame_encoder = ColumnEncoder(columns, features=config.hidden_size)
@@ -170,7 +171,7 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
             state_dim=sum(column.size for column in columns),
             action_dim=config.act_dim,
             discrete=discrete,
-            columns=columns,
+            columns=tuple(columns),
             context_length=int(getattr(config, "context_length", 20)),
             max_timestep=config.max_ep_len,
             goals=self.goals,

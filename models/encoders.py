@@ -43,11 +43,6 @@ class InputColumn(BaseModel):
     stack: Annotated[int, Field(ge=1, le=64)] = 1  # frames that make up a state
     encoder: Literal["none", "cnn", "patch"] = "none"
 
-    @classmethod
-    def of_config(cls, config: Any) -> tuple[InputColumn, ...]:
-        """Return the columns of a model's configuration; a single one does not know its name."""
-        return tuple(map(cls.model_validate, column_facts(vars(config))))
-
     @property
     def size(self) -> int:
         """Numbers in an observation."""

@@ -25,7 +25,7 @@ GPU = {"name": "NVIDIA H200", "memory_bytes": 1, "capability": "9.0"}
 
 
 def here(**found: Any) -> Probe:
-    return Probe(True, found=found)
+    return Probe(True, facts=found)
 
 
 def diagnosis_with(

@@ -99,8 +99,8 @@ def find_recipe(name_or_path: str | os.PathLike[str], *, relative_to: Path | Non
 
 def is_of_run(path: Path) -> bool:
     """Return true for the recipe that a run has written, of which nobody has typed a word."""
-    beside = ("metrics.jsonl", "checkpoints", LOCK)
-    return path.name == "recipe.yaml" and any((path.parent / name).exists() for name in beside)
+    markers = ("metrics.jsonl", "checkpoints", LOCK)
+    return path.name == "recipe.yaml" and any((path.parent / name).exists() for name in markers)
 
 
 def with_bases(path: Path, depth: int = 0) -> dict[str, Any]:
