@@ -210,14 +210,15 @@ def beside(folders: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 def beside_table(rows: list[dict[str, Any]]) -> str:
     """Return the table of several models, in Markdown."""
     first = rows[0]["model"]
-    lines = [f"| model | strategy | return (95 %) | less {first} (95 %) | p, Holm |"]
-    lines.append("|---|---|---:|---:|---:|")
+    lines = [f"| model | strategy | seeds | return (95 %) | less {first} (95 %) | p, Holm |"]
+    lines.append("|---|---|---:|---:|---:|---:|")
     for row in rows:
-        cells, versus = [row["model"], row["setting"], _mean(row["final"]), "", ""], row["versus"]
+        count, versus = len(row["final"]["values"]), row["versus"]
+        cells = [row["model"], row["setting"], f"{count}", _mean(row["final"]), "", ""]
         if versus:
             mean = f"{versus['mean']:+,.0f} ({versus['low']:+,.0f} to {versus['high']:+,.0f})"
             shows = versus["verdict"] in ("higher", "lower")
-            cells[3:] = [f"**{mean}**" if shows else mean, f"{versus['holm_p']:.2g}"]
+            cells[4:] = [f"**{mean}**" if shows else mean, f"{versus['holm_p']:.2g}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

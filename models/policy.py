@@ -359,7 +359,7 @@ class Policy:
     def _seen(self, observations: Observations, count: int) -> dict[str, Array]:
         """Return observations as the model takes them: vectors (n, S), or frames (n, *frame)."""
         columns = dict(_leaves(observations)) or {next(iter(self.columns)): observations}
-        names = match_columns(self.columns, columns)
+        names = match_columns(tuple(self.columns), tuple(columns))
         if missing := [name for name in self.columns if name not in names]:
             what = f"no {', '.join(missing)} among {', '.join(columns)}"
             remedy = f"give a mapping of {', '.join(self.columns)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -18,12 +18,13 @@ def torch_defaults() -> Iterator[None]:
     """Let new tensors be float32 and on the CPU where nothing else is said, only inside."""
     if torch.get_num_threads() > 1:
         _threaded.add(os.getpid())
-    with ExitStack() as held:
-        held.callback(torch.set_default_dtype, torch.get_default_dtype())
-        torch.set_default_dtype(torch.float32)
-        if torch.get_default_device().type != "cpu":
-            held.enter_context(torch.device("cpu"))
-        yield
+    dtype, on_cpu = torch.get_default_dtype(), torch.get_default_device().type == "cpu"
+    torch.set_default_dtype(torch.float32)
+    try:
+        with nullcontext() if on_cpu else torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 @contextmanager

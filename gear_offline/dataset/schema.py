@@ -6,9 +6,9 @@ Shape legend: N steps of a table, E episodes.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from math import prod
 from typing import Any
@@ -34,7 +34,8 @@ def channels_last(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[1:], shape[0]) if is_first else shape
 
 
-def match_columns(columns: Iterable[str], names: Collection[str]) -> dict[str, str]:
+@lru_cache
+def match_columns(columns: tuple[str, ...], names: tuple[str, ...]) -> Mapping[str, str]:
     """Return the one of `names` that each column is: the same, or with the same last parts.
 
     ``observation.images.top`` is ``pixels/top``, ``observation.state`` LeRobot's ``agent_pos``.

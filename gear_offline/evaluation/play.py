@@ -382,7 +382,7 @@ def check_sizes(
     said.
     """
     has, name = environment.observations, environment.environment_id
-    matched = {names[0]: ""} if "" in has else match_columns(names, has)
+    matched = {names[0]: ""} if "" in has else match_columns(tuple(names), tuple(has))
     remedy = "name the environment that the data came from" + otherwise
     if missing := [column for column in names if column not in matched]:
         shown = (f"{leaf or 'one'} {kind.base} {kind.shape}" for leaf, kind in has.items())

@@ -247,49 +247,50 @@ def turns(
     terminated = np.zeros(len(seeds), np.bool_)
     asked = np.asarray(targets, np.float64)
     kept: list[list[Array]] = [[] for _ in range(keep_actions)]
-    goals = "goal" in (slots.dtype.names or ())
-    slots["todo"] = IDLE
+    place = {name: slots[name] for name in slots.dtype.names or ()}  # views
+    todo, goals = place["todo"], "goal" in place
+    todo[:] = IDLE
     playing = np.full(slots.size, -1, np.int64)  # slot -> episode; -1: none
     waiting = iter(range(len(seeds)))
     ask: Any = None  # of a policy with an `act` of its own there is no other way
     if isinstance(policy, Policy) and type(policy).act is Policy.act:
         ask = policy.ask
     while True:
-        begun, stepped = (np.flatnonzero(slots["todo"] == done) for done in (TO_RESET, TO_STEP))
-        slots["todo"] = IDLE  # also if the policy fails
+        begun, stepped = (np.flatnonzero(todo == done) for done in (TO_RESET, TO_STEP))
+        todo[:] = IDLE  # also if the policy fails
         if begun.size:
-            policy.reset(begun, slots["goal"][begun] if goals else asked[playing[begun]])
+            policy.reset(begun, place["goal"][begun] if goals else asked[playing[begun]])
         if stepped.size:
-            result, episodes = slots[stepped], playing[stepped]
+            rewards, episodes = place["reward"][stepped], playing[stepped]
             if isinstance(policy, Policy):  # data have what was done, within the bounds
-                policy.observe_reward(result["reward"], stepped, actions=result["action"])
+                policy.observe_reward(rewards, stepped, actions=place["action"][stepped])
             else:
-                policy.observe_reward(result["reward"], stepped)
+                policy.observe_reward(rewards, stepped)
             if goals:
                 returns[episodes] = 0.0  # the last step's success counts, as OGBench has it
-            returns[episodes] += result["reward"]
+            returns[episodes] += rewards
             lengths[episodes] += 1
-            terminated[episodes] = result["terminated"]
-            over = result["terminated"] | result["truncated"] | (lengths[episodes] >= limit)
+            ended = terminated[episodes] = place["terminated"][stepped]
+            over = ended | place["truncated"][stepped] | (lengths[episodes] >= limit)
             if over.any():
                 playing[stepped[over]] = -1
                 on_episode(int(over.sum()))
         active = np.flatnonzero(playing >= 0)
         if active.size:
-            seen = slots["observation"][active]
+            seen = place["observation"][active]
             actions = ask(seen, active) if ask else partial(policy.act, seen, active)
         yield
         if active.size:
-            slots["action"][active] = facts.bounded(finite_actions(actions()))
-            slots["todo"][active] = TO_STEP
+            place["action"][active] = facts.bounded(finite_actions(actions()))
+            todo[active] = TO_STEP
             for slot in active[playing[active] < keep_actions]:
-                kept[playing[slot]].append(slots["action"][slot].copy())
+                kept[playing[slot]].append(place["action"][slot].copy())
         for slot, episode in zip(np.flatnonzero(playing < 0), waiting, strict=False):
             playing[slot] = episode
-            slots["seed"][slot], slots["todo"][slot] = seeds[episode], TO_RESET
+            place["seed"][slot], todo[slot] = seeds[episode], TO_RESET
             if goals:
-                slots["task"][slot] = targets[episode]
-        if not slots["todo"].any():
+                place["task"][slot] = targets[episode]
+        if not todo.any():
             break
         yield
     actions = tuple(np.array(episode) for episode in kept)

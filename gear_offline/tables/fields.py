@@ -115,7 +115,7 @@ class Scales(StateScales):
         )
         return cls(observations=tuple(columns), **more)
 
-    @property
+    @cached_property
     def columns(self) -> tuple[ObservedColumn, ...]:
         """The columns of an observation, at least one, in the order of the model's inputs."""
         own = {name: getattr(self, name) for name in StateScales.model_fields}
