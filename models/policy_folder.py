@@ -148,7 +148,9 @@ class ModelConfig(BaseModel):
             raise ValueError("n_head does not divide hidden_size")
         facts = column_facts(self.model_dump(exclude_unset=True))
         widths = [InputColumn.model_validate(f).features(self.hidden_size) for f in facts]
-        if sum(widths) != self.state_dim or (len(facts) > 1 and (self.goals or self.tasks)):
+        unfit = self.goals or self.tasks if len(facts) > 1 else False
+        unfit = unfit or (self.frame_encoder != "none" and not self.frame_shape)
+        if unfit or sum(widths) != self.state_dim:
             raise ValueError("state_dim is not that of frame_shape or observations")
         return self
 
