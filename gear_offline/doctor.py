@@ -39,6 +39,7 @@ OPTIONAL_PACKAGES = {
     "mujoco": ("simulator of the locomotion tasks", "pip install 'gear-offline[mujoco]'"),
     "minari": ("Minari datasets", "pip install 'gear-offline[minari]'"),
     "pyarrow": ("parquet and LeRobot", "pip install 'gear-offline[parquet]'"),
+    "zarr": ("zarr stores", "pip install 'gear-offline[zarr]'"),
     "av": ("videos of LeRobot", "pip install 'gear-offline[lerobot]'"),
     "accelerate": ("Hugging Face's Trainer", "pip install 'gear-offline[trainer]'"),
     "trackio": ("train.trackers=trackio", "pip install 'gear-offline[trackers]'"),

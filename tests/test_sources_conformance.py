@@ -89,6 +89,7 @@ def parquet_rows(path: Path, episodes: list[Episode]) -> Any:
     return path / "x.parquet"
 
 
+EVERY_CHUNK = {"write_empty_chunks": True}  # of zeros too
 EITHER, ENDS = "terminals|timeouts", [False, True, False, True]
 
 
@@ -172,6 +173,27 @@ def recorded(path: Path, version: str) -> Made:
     return Made(path / version, "lerobot", episodes, [True, False, True])
 
 
+def replay_buffer(path: Path, version: int) -> Made:
+    zarr = pytest.importorskip("zarr", reason="needs pip install 'gear-offline[zarr]'")
+    names = {"state": "observations", "action": "actions", "reward": "rewards"}
+    whole = flat(played())
+    group = zarr.open_group(path / "pusht.zarr", mode="w", zarr_format=version)
+    for name, rows in {**whole, **{old: whole[new] for old, new in names.items()}}.items():
+        if name not in names.values():
+            chunks = (7, *rows.shape[1:])
+            group.create_array(f"data/{name}", data=rows, chunks=chunks, config=EVERY_CHUNK)
+    ends = np.cumsum(LENGTHS)
+    group.create_array("meta/episode_ends", data=ends, chunks=(2,))
+    return Made(path / "pusht.zarr", "zarr", played(), ENDS, "ends:meta/episode_ends")
+
+
+def zipped(made: Made) -> Made:
+    with zipfile.ZipFile(f"{made.source}.zip", "w") as archive:
+        for place in made.source.rglob("*"):
+            archive.write(place, place.relative_to(made.source))
+    return made._replace(source=Path(f"{made.source}.zip"))
+
+
 def minari(path: Path, data_format: str) -> Made:
     pytest.importorskip("minari", reason="needs pip install 'gear-offline[minari]'")
     from tests.test_sources_minari import create, plain_episodes
@@ -210,6 +232,9 @@ LAYOUTS: dict[str, Callable[[Path], Made]] = {
     "minari-hdf5": lambda path: minari(path, "hdf5"),
     "minari-arrow": lambda path: minari(path, "arrow"),
     "minari-parquet": lambda path: minari(path, "parquet"),
+    "zarr-2": lambda path: replay_buffer(path, 2),
+    "zarr-3": lambda path: replay_buffer(path, 3),
+    "zarr-zip": lambda path: zipped(replay_buffer(path, 2)),
     "shards": shards,
     "arrays": lambda path: Made(from_arrays(flat(played())), "arrays", played(), ENDS, EITHER),
     "memory": lambda path: Made(from_episodes(played()), "arrays", played(), ENDS),
@@ -238,7 +263,7 @@ def opened(made: Made) -> Source:
 
 def data_files(made: Made) -> list[Path]:
     """Return the files that every reading of the layout needs."""
-    aside = re.compile(r"tasks|stats|episodes|metadata|invalid|.*\.mp4")
+    aside = re.compile(r"tasks|stats|episodes|metadata|invalid|.*\.mp4|\.z")
     if made.format in ("d4rl", "hdf5-groups"):  # beside whose files others lie
         aside = re.compile(r".*\.(txt|json)")
     found = [made.source] if made.source.is_file() else sorted(made.source.rglob("*.*"))

@@ -123,8 +123,9 @@ def convert(
         Boundary rule, when the one that the source's format implies is wrong.
     ends
         Column that tells where episodes are: ``starts:NAME`` has the rows at which they start,
-        ``lengths:NAME`` their lengths, ``ids:NAME`` a number of each row's episode; ``first:NAME``
-        marks first rows, ``last:NAME=2`` last ones by a value.  More are joined by ``|``.
+        ``ends:NAME`` those behind their last ones, ``lengths:NAME`` their lengths, ``ids:NAME`` a
+        number of each row's episode; ``first:NAME`` marks first rows, ``last:NAME=2`` last ones by
+        a value.  More are joined by ``|``.
     shift
         By column, how many rows too late it is stored: ``{"actions": 1, "rewards": 1}`` where a
         row's action led to it.  The last rows of episodes go, flags come with them.

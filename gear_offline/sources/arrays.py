@@ -22,7 +22,7 @@ from gear_offline.sources.episode_ends import judge_ends
 from gear_offline.sources.flags import FLAGS, MEANING, SCALARS, flag_values
 from gear_offline.sources.flat import flat_source
 from gear_offline.sources.input_files import check_kind, misfit
-from gear_offline.sources.row_marks import MARK
+from gear_offline.sources.row_marks import BOUNDS, MARK
 
 METADATA = "metadata"
 OBSERVATIONS, NEXT_OBSERVATIONS = "observations", "next_observations"
@@ -143,7 +143,7 @@ def from_arrays(
     named = _named(columns, "")
     metadata = {key: named.pop(key) for key in tuple(named) if key.split("/")[0] == METADATA}
     arrays = {key: as_rows(value, key, "") for key, value in named.items()}
-    marks = {mark[2] for mark in MARK.finditer(rule or "") if mark[1] in ("starts", "lengths")}
+    marks = {mark[2] for mark in MARK.finditer(rule or "") if mark[1] in BOUNDS}
     others = {key: arrays.pop(key) for key in arrays.keys() & marks}
     _check_rows(arrays, "")
     source = flat_source(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from gear_offline.core.text import count_text
@@ -40,7 +41,8 @@ def open_hdf5(file: Hdf5File, asked: Asked) -> Source:
     source = table_source(
         file.datasets,
         asked,
-        file.file,
+        file.path,
+        (file.file,),
         file.column,
         format="d4rl" if d4rl else "hdf5",
         rule=d4rl.rule if d4rl and rule is None else rule,
@@ -59,12 +61,13 @@ def open_hdf5(file: Hdf5File, asked: Asked) -> Source:
 def table_source(
     arrays: Mapping[str, Any],
     asked: Asked,
-    file: InputFile,
+    path: Path,
+    files: tuple[InputFile, ...],
     rows: Callable[[Any], Any],
     **info: Any,
 ) -> Source:
-    """Return a source of the `arrays` of a file that `find_columns` takes; `rows` opens one."""
-    where, facts = str(file.path), info.pop("facts", {})
+    """Return a source of `arrays` that `find_columns` takes; `rows` opens one."""
+    where, facts = str(path), info.pop("facts", {})
     chosen, left_out = find_columns(arrays, asked, where=where)
     shapes = ((name, arrays[name].shape, arrays[name].dtype) for name in left_out)
     vectors = [n for n, shape, dtype in shapes if can_be_column(shape, dtype) and len(shape) == 1]
@@ -74,7 +77,7 @@ def table_source(
         names=asked.names,
         uri=asked.uri,
         where=where,
-        files=(file,),
+        files=files,
         facts={**facts, "left_out": left_out},
         **{"rule": asked.rule, **info},
     )

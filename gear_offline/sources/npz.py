@@ -136,7 +136,8 @@ def open_npz(path: Path, asked: Asked) -> Source:
     return table_source(
         members,
         asked,
-        file,
+        path,
+        (file,),
         lambda rows: rows,
         format="ogbench" if ogbench else "npz",
         rule=asked.rule or (ARTIFICIAL if ogbench else None),

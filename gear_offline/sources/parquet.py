@@ -49,7 +49,7 @@ def open_parquet(path: Path, asked: Asked) -> Source:
     by_step = bool(tells & numbers) or not lists  # of an episode they are lists
     arrays = {n: _array(file, n, kind, by_step) for n, kind in types.items()}
     if by_step:
-        return table_source(arrays, asked, file.file, lambda rows: rows, format="parquet-rows")
+        return table_source(arrays, asked, path, (file.file,), lambda r: r, format="parquet-rows")
     stored, left_out = find_columns(arrays, asked, REQUIRED[::-1], ("rewards",), where=str(path))
     once = sorted(flags & numbers)  # flags of one value an episode
     if file.rows > MAX_EPISODES:

@@ -1,8 +1,9 @@
 """Marks: columns that tell where episodes are by values other than a flag's true and false.
 
 A mark is the part ``KIND:COLUMN`` or ``KIND:COLUMN=VALUE`` of a rule.  The column holds the
-``starts`` or ``lengths`` of the episodes, or the ``ids`` of the episode of each row.  Or it has a
-value on ``first`` or ``last`` rows.
+``starts`` or ``lengths`` of the episodes, their ``ends`` (the rows behind their last ones, as of
+replay buffers), or the ``ids`` of the episode of each row.  Or it has a value on ``first`` or
+``last`` rows.
 
 Shape legend: N rows, E episodes.
 """
@@ -20,7 +21,8 @@ from gear_offline.errors import InputError
 from gear_offline.sources.flags import blocks_of, true_rows
 from gear_offline.sources.input_files import misfit
 
-MARK = re.compile(r"(starts|lengths|ids|first|last):([^|=]+)(?:=(-?[0-9.]+))?")
+BOUNDS = ("starts", "ends", "lengths")  # that need not have a row a step
+MARK = re.compile(r"(starts|ends|lengths|ids|first|last):([^|=]+)(?:=(-?[0-9.]+))?")
 MIXED = "sort the rows by episode, and give each an id of its own"
 _ROW_MARKS = (  # names of columns that tell where episodes are, and the part of a rule for them
     (r"(.*/)?(is_first|episode_starts?)", "first:{}"),
@@ -41,7 +43,7 @@ def last_rows(mark: re.Match[str], column: Any, rows: int, where: str) -> Int64A
     """Return the last row of each episode that a mark tells of."""
     kind, name, value = mark.groups()
     last, what, remedy = None, f"{name} marks no row", "name another column or value"
-    if kind in ("starts", "lengths"):
+    if kind in BOUNDS:
         last = _bounds(kind, column, rows)
         what = f"{name} holds no {kind} of the episodes of {rows:,} rows"
         remedy = f"a value in each row is first:{name} or ids:{name}; of last rows add 1 to each"
@@ -60,9 +62,9 @@ def last_rows(mark: re.Match[str], column: Any, rows: int, where: str) -> Int64A
 
 
 def _bounds(kind: str, column: Any, rows: int) -> Int64Array | None:
-    """Return the last row of each episode by starts, or lengths; ``None`` if they are none."""
+    """Return the last row of each episode by such marks; ``None`` if they are none."""
     numbers = np.concatenate([np.zeros(0), *(part.reshape(-1) for _, part in blocks_of(column))])
-    stops, total = (np.cumsum(numbers), rows) if kind == "lengths" else (numbers, 0)
+    stops, total = np.cumsum(numbers) if kind == "lengths" else numbers, rows * (kind != "starts")
     rising = (np.diff(stops, prepend=0) >= 0).all() and (numbers == np.rint(numbers)).all()
     known = numbers.size and rising and total <= stops[-1] <= rows
     if not known or (kind == "starts" and numbers[0] > 0 and stops[-1] == rows - 1):  # last rows

@@ -31,7 +31,8 @@ _NUMBER = r"-?[0-9.]+(e[+-]?[0-9]+)?"
 ARTIFICIAL = f"terminals{CUTS}"
 SPLIT, ONLY = "done-and-timeout", "done-only"
 CONVENTIONS = (SPLIT, ONLY, *(f"{flag}{CUTS}" for flag in TERMINAL_FLAGS))
-KNOWN = ", ".join((*FLAGS, SPLIT, ONLY, ARTIFICIAL, "steps=N, starts:COLUMN, lengths:, ids:"))
+KNOWN = ", ".join((*FLAGS, SPLIT, ONLY, ARTIFICIAL, "steps=N"))
+KNOWN += ", starts:COLUMN, ends:, lengths:, ids:"
 
 
 class Rule(NamedTuple):

@@ -35,12 +35,13 @@ from gear_offline.sources.npz import open_npz
 from gear_offline.sources.parquet import open_parquet
 from gear_offline.sources.row_marks import MARK
 from gear_offline.sources.rules import CONVENTIONS
+from gear_offline.sources.zarr import open_zarr
 
 KINDS = (SUFFIXES, (".npz",), (".parquet",))  # a folder of files of one kind is one dataset
 ACCEPTED = "a .hdf5, .h5, .npz or .parquet file, a folder of them, robomimic:FILE#FILTER_KEY, "
 ACCEPTED += "d4rl:NAME (d4rl:hopper-medium-v2), minari:ID (minari:mujoco/hopper/medium-v0), the "
-ACCEPTED += "directory of a Minari or LeRobot dataset, of DQN-Replay's checkpoints, or of GEAR "
-ACCEPTED += "shards; others: docs/how-to/convert.md, Other files"
+ACCEPTED += "directory of a Minari or LeRobot dataset, of DQN-Replay's checkpoints, of a zarr "
+ACCEPTED += "store (or its .zip) or of GEAR shards; others: docs/how-to/convert.md, Other files"
 _HELD = re.compile(r"(^|[-_.])(val|valid|validation|test|eval)(?=[-_.]|$)")  # not to train on
 
 
@@ -217,8 +218,13 @@ def _open_hdf5(path: Path, asked: Asked) -> Source:
 
 
 Reader = Callable[[Path, Asked], Source]
-FILES: dict[str, Reader] = {".npz": open_npz, ".parquet": open_parquet}  # any other is HDF5
-FLAT = ("d4rl", "hdf5", "npz", "ogbench", "parquet-rows")  # formats whose episodes a rule cuts
+FILES: dict[str, Reader] = {  # any other is HDF5
+    ".npz": open_npz,
+    ".parquet": open_parquet,
+    ".zip": open_zarr,
+}
+# formats whose episodes a rule cuts
+FLAT = ("d4rl", "hdf5", "npz", "ogbench", "parquet-rows", "zarr")
 # formats whose flags at the last steps tell how episodes ended
 JUDGED = ("hdf5-groups", "lerobot", "parquet")
 FOLDERS: tuple[tuple[Callable[[Path], Any], Reader], ...] = (  # the first that fits
@@ -226,6 +232,7 @@ FOLDERS: tuple[tuple[Callable[[Path], Any], Reader], ...] = (  # the first that 
     (is_dataset, lambda path, asked: dataset_source(open_dataset(path))),
     (replay_folder, open_dqn_replay),
     (lambda path: (path / INFO).is_file(), open_lerobot),
+    (lambda path: any((path / n).is_file() for n in (".zgroup", "zarr.json")), open_zarr),
 )
 
 

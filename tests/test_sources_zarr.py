@@ -1,0 +1,84 @@
+"""Zarr stores, written by the zarr package as Diffusion Policy's buffers; against NumPy's rows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gear_offline.sources import open_source
+from tests.support import refused
+
+zarr = pytest.importorskip("zarr", reason="needs pip install 'gear-offline[zarr]'")
+ENDS = np.array([4, 9, 10])
+ROWS: dict[str, Any] = {
+    "data/action": np.arange(20, dtype=np.float32).reshape(10, 2) + 1,
+    "data/state": np.arange(30, dtype=np.float32).reshape(10, 3) + 1,
+    "data/img": np.arange(10 * 48, dtype=np.uint8).reshape(10, 4, 4, 3) + 1,
+    "meta/episode_ends": ENDS,
+}
+
+
+def store(path: Path, version: int = 2, **others: Any) -> Path:
+    group = zarr.open_group(path, mode="w", zarr_format=version)
+    for name, rows in {**ROWS, **others}.items():
+        if rows is not None:
+            group.create_array(name, data=rows, chunks=(3, *rows.shape[1:]))
+    return path
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_names_ends_and_rules(tmp_path: Path, version: int) -> None:
+    path = store(tmp_path / "pusht.zarr", version)
+    with open_source(path) as source:
+        assert source.episodes.lengths.tolist() == [4, 5, 1] and source.truncated.all()
+        for name, stored in (("observations", "data/state"), ("actions", "data/action")):
+            np.testing.assert_array_equal(source.read(name, 2, 10), ROWS[stored][2:])
+    names = {"observations": "state + action"}
+    with open_source(path, names=names, rule="ends:meta/episode_ends|steps=2") as source:
+        both = np.concatenate([ROWS["data/state"], ROWS["data/action"]], axis=1)
+        np.testing.assert_array_equal(source.read("observations", 0, 10), both)
+        assert source.episodes.lengths.tolist() == [2, 2, 2, 2, 1, 1]
+    store(path, version, **{"data/state": None})
+    refused(path, "COLUMN", "found: action, img, meta/episode_ends")
+    with open_source(path, names={"observations": "img"}) as source:
+        np.testing.assert_array_equal(source.read("observations", 0, 10), ROWS["data/img"])
+
+
+def test_chunks_that_are_missing_are_told(tmp_path: Path) -> None:
+    path = store(
+        tmp_path / "x.zarr",
+        **{"data/reward": np.zeros(10), "data/done": ROWS["data/state"][:, 0] > 27},
+    )
+    with open_source(path) as source:
+        assert not source.read("rewards", 0, 10).any() and source.terminated.tolist() == [0, 0, 1]
+        told = "chunks that are not stored read as the fill value: 3 of done, 4 of reward"
+        assert told in source.info.attributes["warnings"]
+    (path / "meta" / "episode_ends" / "0").unlink()
+    refused(path, "SOURCE_LAYOUT", "no ends of the episodes of 10 rows")
+    refused(store(path, 2, **{"meta/episode_ends": ENDS - 1}), "SOURCE_LAYOUT", "no ends of")
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_damaged_and_hostile_stores(tmp_path: Path, version: int) -> None:
+    path = store(tmp_path / "x.zarr", version)
+    chunk = path / "data" / "action" / ("1.0" if version == 2 else "c/1/0")
+    whole = chunk.read_bytes()
+    for size in (0, 3, 17, len(whole) - 1):
+        chunk.write_bytes(whole[:size])
+        refused(path, "SOURCE_READ")
+    chunk.write_bytes(whole)
+    if version == 2:
+        header = path / "data" / "action" / ".zarray"
+        facts = json.loads(header.read_text())
+        for changes in (
+            {"filters": [{"id": "pickle"}]},
+            {"compressor": {"id": "pickle"}},
+            {"shape": [10**12, 2], "chunks": [10**11, 2]},
+            {"shape": [10**12, 2]},
+        ):
+            header.write_text(json.dumps(facts | changes))
+            refused(path, ("SOURCE_UNSAFE", "SOURCE_READ"))
+    (tmp_path / "y.zip").write_bytes(b"PK\5\6" + bytes(18))
+    refused(tmp_path / "y.zip", "SOURCE_READ", "is unpacked first")
