@@ -94,7 +94,7 @@ def _encoded(result: TaskResult, suffix: str, quiet: bool) -> bytes:
         options: dict[str, Any] = {"duration": 1000 * every / rate, "loop": 0}  # ms a frame, always
         if suffix == ".mp4":
             options = {"fps": rate / every, "macro_block_size": 2}
-        file, total = io.BytesIO(), sum(one.lengths[0] // every + 1 for one in result.targets)
+        file, total = io.BytesIO(), sum(t.lengths[0] // every + 1 for t in result.targets)
         writer: Any = imageio.v2.get_writer(file, format=FORMATS[suffix], mode="I", **options)
         with Progress(f"draw {name}", total=total, unit="frames", quiet=quiet) as progress, writer:
             for target in result.targets:

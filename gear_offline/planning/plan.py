@@ -149,10 +149,10 @@ def _step(
     share, window = batch // (nodes * gpus), workload.window_bytes
     crossing = crossing_share(layout.node_shares, batch) if layout.spread else 0.0
     network = crossing * batch * window
-    road = cluster.hardware.transfer.gloo * gpus if layout.road == "gloo" else cluster.node_rate
-    exchange = network / nodes / min(road, cluster.node_rate)
-    part = min(1.0, gather.host_node / gpus / gather.host.bytes)  # all GPUs read at once
-    host = ReadRates(windows=gather.host.windows * part, bytes=gather.host.bytes * part)
+    is_gloo, gloo = layout.road == "gloo", cluster.hardware.transfer.gloo * gpus
+    exchange = network / nodes / min(gloo if is_gloo else math.inf, cluster.node_rate)
+    host_share = min(1.0, gather.host_node / gpus / gather.host.bytes)  # all GPUs read at once
+    host = ReadRates(windows=gather.host.windows * host_share, bytes=gather.host.bytes * host_share)
     gathering = gather.launch
     for tier, rates in (("hbm", gather.hbm), ("peer", gather.peer), ("host", host)):
         windows = share * layout.reads[tier]
@@ -162,9 +162,10 @@ def _step(
     averaging = _averaging_seconds(cluster, cost.travelling_bytes)
     exposed = max(averaging * SLOWED, averaging - cost.compute_seconds * HIDDEN_SHARE)
     busy = cost.compute_seconds + exposed
-    between = exchange if layout.road == "nccl" else 0.0  # steps; other roads run beside them
-    behind = max(gathering if ahead else 0.0, exchange - between, disk)
-    stall = (0.0 if ahead else gathering) + between + max(0.0, behind - busy)
+    # NCCL exchanges between steps; other roads, the disk and gathers ahead run beside the step.
+    between_steps = exchange if layout.road == "nccl" else 0.0
+    beside = max(gathering if ahead else 0.0, exchange - between_steps, disk)
+    stall = (0.0 if ahead else gathering) + between_steps + max(0.0, beside - busy)
     seconds = busy + stall
     return {
         "seconds": seconds,
