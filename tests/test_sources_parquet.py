@@ -162,7 +162,7 @@ def test_observations_of_one_step_more(tmp_path: Path) -> None:
 
 def steps_table(ids: Any, **others: Any) -> Any:
     count = len(ids)
-    columns = {"observations": np.arange(count * 2.0).reshape(count, 2).tolist()}
+    columns: dict[str, Any] = {"observations": np.arange(count * 2.0).reshape(count, 2).tolist()}
     columns |= {"actions": [[0.5]] * count, "rewards": np.arange(float(count)), "episode_id": ids}
     return pa.table(columns | others)
 
