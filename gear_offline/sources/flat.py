@@ -69,8 +69,7 @@ def table_source(
     """Return a source of `arrays` that `find_columns` takes; `rows` opens one."""
     where, facts = str(path), info.pop("facts", {})
     chosen, left_out = find_columns(arrays, asked, where=where)
-    shapes = ((name, arrays[name].shape, arrays[name].dtype) for name in left_out)
-    vectors = [n for n, shape, dtype in shapes if can_be_column(shape, dtype) and len(shape) == 1]
+    vectors = [name for name in left_out if can_mark(arrays[name])]
     return flat_source(
         {name: rows(arrays[name]) for name in chosen},
         others={name: rows(arrays[name]) for name in vectors},  # they may tell where episodes start
@@ -81,6 +80,12 @@ def table_source(
         facts={**facts, "left_out": left_out},
         **{"rule": asked.rule, **info},
     )
+
+
+def can_mark(rows: Any) -> bool:
+    """Tell a vector of numbers or text."""
+    is_text = rows.dtype is not None and rows.dtype.kind == "U"
+    return len(rows.shape or ()) == 1 and (is_text or can_be_column(rows.shape, rows.dtype))
 
 
 def flat_source(

@@ -43,6 +43,12 @@ def last_rows(mark: re.Match[str], column: Any, rows: int, where: str) -> Int64A
     """Return the last row of each episode that a mark tells of."""
     kind, name, value = mark.groups()
     last, what, remedy = None, f"{name} marks no row", "name another column or value"
+    if kind not in BOUNDS and column.shape[0] != rows:
+        what = f"{name} has {column.shape[0]:,} rows, and {mark[0]} asks for {rows:,}"
+        raise misfit(what, where, f"it may hold starts:{name}, ends:{name} or lengths:{name}")
+    if column.dtype.kind == "U" and kind != "ids":
+        what = f"{name} is text, and {mark[0]} asks for numbers"
+        raise InputError("COLUMN", what, where, "store it as whole numbers")
     if kind in BOUNDS:
         last = _bounds(kind, column, rows)
         what = f"{name} holds no {kind} of the episodes of {rows:,} rows"
@@ -95,12 +101,13 @@ def unnamed_marks(table: Mapping[str, Any], rows: int) -> dict[str, tuple[Int64A
                     marks[f"{kind}:{name}"] = last, ""
     for mark in filter(None, map(MARK.fullmatch, row_marks(table))):
         column = table[mark[2]]
-        if column.shape[0] != rows or (mark[3] == "0" and not _counts_steps(column)):
+        counts = mark[3] != "0" or (column.dtype.kind != "U" and _counts_steps(column))
+        if column.shape[0] != rows or not counts:
             continue
         try:
             marks[mark[0]] = last_rows(mark, column, rows, ""), ""
         except InputError:  # of floats it is another column, of a usual name
-            if mark[1] == "ids" and column.dtype.kind in "iu" and not mark[2].endswith("demo"):
+            if mark[1] == "ids" and column.dtype.kind in "iuU" and not mark[2].endswith("demo"):
                 marks[mark[0]] = np.append(runs(blocks_of(column))[0][1:], rows) - 1, MIXED
     return marks
 

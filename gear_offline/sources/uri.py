@@ -32,13 +32,15 @@ from gear_offline.sources.input_files import files_in, misfit, reading_errors
 from gear_offline.sources.lerobot import INFO, open_lerobot
 from gear_offline.sources.minari import data_directory, find_directory, open_minari
 from gear_offline.sources.npz import open_npz
-from gear_offline.sources.parquet import open_parquet
+from gear_offline.sources.parquet import ARROW, open_parquet
 from gear_offline.sources.row_marks import MARK
 from gear_offline.sources.rules import CONVENTIONS
 from gear_offline.sources.zarr import open_zarr
 
-KINDS = (SUFFIXES, (".npz",), (".parquet",))  # a folder of files of one kind is one dataset
-ACCEPTED = "a .hdf5, .h5, .npz or .parquet file, a folder of them, robomimic:FILE#FILTER_KEY, "
+KINDS = (SUFFIXES, (".npz",), (".parquet",), ARROW)  # a folder of files of one kind is one dataset
+ACCEPTED = (
+    "a .hdf5, .h5, .npz, .parquet or .arrow file, a folder of them, robomimic:FILE#FILTER_KEY, "
+)
 ACCEPTED += "d4rl:NAME (d4rl:hopper-medium-v2), minari:ID (minari:mujoco/hopper/medium-v0), the "
 ACCEPTED += "directory of a Minari or LeRobot dataset, of DQN-Replay's checkpoints, of a zarr "
 ACCEPTED += "store (or its .zip) or of GEAR shards; others: docs/how-to/convert.md, Other files"
@@ -220,13 +222,13 @@ def _open_hdf5(path: Path, asked: Asked) -> Source:
 Reader = Callable[[Path, Asked], Source]
 FILES: dict[str, Reader] = {  # any other is HDF5
     ".npz": open_npz,
-    ".parquet": open_parquet,
+    **dict.fromkeys((".parquet", *ARROW), open_parquet),
     ".zip": open_zarr,
 }
 # formats whose episodes a rule cuts
-FLAT = ("d4rl", "hdf5", "npz", "ogbench", "parquet-rows", "zarr")
+FLAT = ("d4rl", "hdf5", "npz", "ogbench", "parquet-rows", "arrow-rows", "zarr")
 # formats whose flags at the last steps tell how episodes ended
-JUDGED = ("hdf5-groups", "lerobot", "parquet")
+JUDGED = ("hdf5-groups", "lerobot", "parquet", "arrow")
 FOLDERS: tuple[tuple[Callable[[Path], Any], Reader], ...] = (  # the first that fits
     (data_directory, open_minari),
     (is_dataset, lambda path, asked: dataset_source(open_dataset(path))),
