@@ -124,7 +124,7 @@ def _played(
             yield _frame(environment), text
         if step < len(target.actions):
             _, reward, _, _, info = environment.step(target.actions[step])
-            total = environment.told(info, "success") if task.goals else total + reward
+            total = environment.goal_fact(info, "success") if task.goals else total + reward
     if total != target.returns[0]:
         what = f"the same seed and actions gave {total:,.6g} and not {target.returns[0]:,.6g}"
         remedy = "an environment that does not repeat itself cannot be shown: seed its random "
@@ -159,7 +159,7 @@ def _frame(environment: Environment) -> npt.NDArray[np.uint8]:
     try:
         frame = np.asarray(environment.call("render"))
         if frame.ndim != 3 or frame.shape[2] != 3 or frame.dtype != np.uint8:
-            raise environment.odd("a picture", frame, "uint8 of shape (height, width, 3)")
+            raise environment.misfit("a picture", frame, "uint8 of shape (height, width, 3)")
         return frame
     except GearError as error:  # pygame, OpenGL and each simulator raise what they like
         what = f"the environment does not draw itself: {error.what}"

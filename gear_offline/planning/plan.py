@@ -17,6 +17,7 @@ from scipy.special import bdtrc
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.text import count_text, size_text
 from gear_offline.distributed.sharding import share_shards
+from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
 from gear_offline.loaders.static_batch import AHEAD_BYTES
 from gear_offline.planning.compute import StepCost, step_cost
@@ -51,11 +52,7 @@ class NodeLayout:
 def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]:
     """Return the prediction as one JSON-able document; the batch is that of the whole cluster."""
     batch, gpu, ranks = recipe.loader.batch_size, cluster.hardware.gpu, cluster.nodes * cluster.gpus
-    share, rest = divmod(batch, ranks)
-    if rest:
-        what = f"a batch of {batch} segments cannot be shared equally by {ranks} GPUs"
-        remedy = f"try loader.batch_size={(share + 1) * ranks}, the size of the global batch"
-        raise InputError("LOADER_OPTION", what, "loader.batch_size", remedy)
+    share = World(nodes=(0,) * ranks).rank_batch(batch)
     check_micro_batches(share, recipe.train.accumulate, whose="a GPU's")
     if recipe.model.max_timestep is None:  # as training takes it from the data
         longest = max(workload.longest, recipe.loader.context_length)

@@ -17,10 +17,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from gear_offline.core.text import size_text
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
@@ -28,9 +29,6 @@ from gear_offline.errors import InputError, together
 from gear_offline.kernels.columns import GroupAddresses
 from gear_offline.tables.device import DeviceMemory, too_large
 from gear_offline.tables.table import Table
-
-if TYPE_CHECKING:
-    import torch
 
 Placement = Literal["auto", "hbm", "peer", "host"]
 HOST = -1  # the owner of an episode that is read from pinned host memory
