@@ -33,10 +33,10 @@ def open_zarr(path: Path, asked: Asked) -> Source:
     path = path.absolute()
     places = sorted(path.rglob("*"), key=by_number) if path.is_dir() else [path]
     files = tuple(InputFile.find(place) for place in places if not place.is_dir())
-    root, store, names = path, path, [str(place.relative_to(path)) for place in places]
-    if not path.is_dir():
-        root, names = zipfile.Path(path), zipfile.ZipFile(path).namelist()
-        store = zarr.storage.ZipStore(path, mode="r")
+    archive = None if path.is_dir() else zipfile.ZipFile(path)
+    names = archive.namelist() if archive else [str(place.relative_to(path)) for place in places]
+    root: Any = zipfile.Path(archive) if archive else path
+    store: Any = zarr.storage.ZipStore(path, mode="r") if archive else path
     nodes = sorted({n.rpartition("/")[0] for n in names if n.endswith((".zarray", "zarr.json"))})
     if not {".zgroup", "zarr.json"} & {*names}:
         raise InputError("SOURCE_READ", "no zarr store", str(path), "unpack a zip of anything else")
