@@ -17,7 +17,7 @@ import numpy as np
 
 from gear_offline.core.types import BoolArray, Int64Array
 from gear_offline.errors import InputError
-from gear_offline.sources.flags import TERMINAL_FLAGS, UNIONS, RowsWhereTrue, true_rows
+from gear_offline.sources.flags import PADDED, TERMINAL_FLAGS, UNIONS, RowsWhereTrue, true_rows
 from gear_offline.sources.input_files import misfit
 from gear_offline.sources.row_marks import last_rows, row_marks, unnamed_marks
 from gear_offline.sources.rules import CUTS, Rule, default_rule, split_values, union
@@ -44,7 +44,8 @@ def split_episodes(
         unnamed = unnamed_marks(table, rows)
         rule, note = default_rule(flags, true)
         if not rule:
-            raise _no_rule([*unnamed, *row_marks(table)], where)
+            is_padded = "rewards" in table and len(table["rewards"].shape) > 1
+            raise _no_rule([*unnamed, *row_marks(table)], where, PADDED * is_padded)
     parsed = Rule.parse(rule, table, where)
     others = {*flags} - {mark[2] for mark in parsed.marks}
     if not parsed.ends and others & {*TERMINAL_FLAGS}:  # the rule ends episodes, flags say how
@@ -71,8 +72,8 @@ def split_episodes(
     return asked or rule, lengths, terminated, tail, notes
 
 
-def _no_rule(marks: list[str], where: str) -> InputError:
-    remedy = "give --rule 'steps=N', or none; flags are called terminals, timeouts, dones"
+def _no_rule(marks: list[str], where: str, more: str) -> InputError:
+    remedy = f"give --rule 'steps=N', or none; flags are called terminals, timeouts, dones{more}"
     if marks:
         remedy = f"give --ends {marks[0]}; in Python rule={marks[0]!r}"
     return InputError("COLUMN", "no column tells where episodes end", where, remedy)

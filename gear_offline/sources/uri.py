@@ -205,7 +205,8 @@ def _open_folder(path: Path, asked: Asked) -> Source:
         if same := sum(map(np.array_equal, ids[::2], ids[1::2])):
             source.warn(f"{count_text(same, 'episode')} cut where another file begins")
     aside += [file.name for file in held if file not in files]
-    source.warn(*[f"{some_names(aside)} left out: convert them apart"] * bool(aside))
+    apart = f"{some_names(aside)} left out: convert them apart, or go.join_sources takes all"
+    source.warn(*[apart] * bool(aside))
     return source
 
 
@@ -220,11 +221,8 @@ def _open_hdf5(path: Path, asked: Asked) -> Source:
 
 
 Reader = Callable[[Path, Asked], Source]
-FILES: dict[str, Reader] = {  # any other is HDF5
-    ".npz": open_npz,
-    **dict.fromkeys((".parquet", *ARROW), open_parquet),
-    ".zip": open_zarr,
-}
+FILES: dict[str, Reader] = {".npz": open_npz, ".zip": open_zarr}  # any other is HDF5
+FILES |= dict.fromkeys((".parquet", *ARROW), open_parquet)
 # formats whose episodes a rule cuts
 FLAT = ("d4rl", "hdf5", "npz", "ogbench", "parquet-rows", "arrow-rows", "zarr")
 # formats whose flags at the last steps tell how episodes ended
