@@ -161,8 +161,8 @@ def _step(
     busy = cost.compute_seconds + exposed
     # NCCL exchanges between steps; other roads, the disk and gathers ahead run beside the step.
     between_steps = exchange if layout.road == "nccl" else 0.0
-    beside = max(gathering if ahead else 0.0, exchange - between_steps, disk)
-    stall = (0.0 if ahead else gathering) + between_steps + max(0.0, beside - busy)
+    meanwhile = max(gathering if ahead else 0.0, exchange - between_steps, disk)
+    stall = (0.0 if ahead else gathering) + between_steps + max(0.0, meanwhile - busy)
     seconds = busy + stall
     return {
         "seconds": seconds,

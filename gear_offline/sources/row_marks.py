@@ -1,9 +1,9 @@
 """Marks: columns that tell where episodes are by values other than a flag's true and false.
 
 A mark is the part ``KIND:COLUMN`` or ``KIND:COLUMN=VALUE`` of a rule.  The column holds the
-``starts`` or ``lengths`` of the episodes, their ``ends`` (the rows behind their last ones, as of
-replay buffers), or the ``ids`` of the episode of each row.  Or it has a value on ``first`` or
-``last`` rows.
+``starts``, ``ends`` or ``lengths`` of the episodes, or the ``ids`` of the episode of each row.
+Ends are the rows behind the last ones, as of replay buffers.  Or the column has a value on
+``first`` or ``last`` rows.
 
 Shape legend: N rows, E episodes.
 """

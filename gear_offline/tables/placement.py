@@ -15,7 +15,7 @@ Shape legend: E episodes, G GPUs of the node.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -150,27 +150,37 @@ def place_table(
     brought = together(ranks.gather, bring) if collective else [bring()]
     base, _, row_zeros = brought[ranks.rank if collective else 0]
     bases = [base if r == ranks.rank else memory.open_shared(brought[r][1]) for r in gpus]
-
-    # Where each episode begins.
-    groups = []
-    for number, (group, row_zero) in enumerate(zip(table.groups, row_zeros, strict=True)):
-        addresses = row_zero + table.first_rows() * group.row_bytes  # in host memory
-        for begin, share in zip(bases, shares, strict=True):
-            addresses[share.held] = begin + share.begins[number] + share.steps * group.row_bytes
-        if before is not None:
-            addresses[~is_new] = before.groups[number].addresses
-        if (owners != HOST).all():  # width and dtype without the memory
-            group = replace(group, rows=np.empty((0, group.width), group.dtype))
-        groups.append(GroupAddresses(group=group, addresses=addresses, row_zero=row_zero))
     limit = f"budget {size_text(budget)}{' a GPU' if len(gpus) > 1 else ''}"
     return PlacedTable(
-        groups=tuple(groups),
+        groups=_addressed(table, row_zeros, bases, shares, owners, before),
         device=memory.device,
         owners=owners,
         hbm_bytes=int(sizes[owners == own].sum()),
         reason=f"placement {placement}: {_places(sizes, weights, owners, len(gpus))} ({limit})",
         kept=kept,
     )
+
+
+def _addressed(
+    table: Table,
+    row_zeros: Sequence[int],
+    bases: Sequence[int],
+    shares: Sequence[_Share],
+    owners: Int64Array,
+    before: PlacedTable | None,
+) -> tuple[GroupAddresses, ...]:
+    """Return where each episode begins: on the GPU that owns it, where it was, or on the host."""
+    groups = []
+    for number, (group, row_zero) in enumerate(zip(table.groups, row_zeros, strict=True)):
+        addresses = row_zero + table.first_rows() * group.row_bytes  # in host memory
+        for base, share in zip(bases, shares, strict=True):
+            addresses[share.held] = base + share.begins[number] + share.steps * group.row_bytes
+        if before is not None:
+            addresses[: len(before.owners)] = before.groups[number].addresses
+        if (owners != HOST).all():  # width and dtype without the memory
+            group = replace(group, rows=np.empty((0, group.width), group.dtype))
+        groups.append(GroupAddresses(group=group, addresses=addresses, row_zero=row_zero))
+    return tuple(groups)
 
 
 def _budget(
