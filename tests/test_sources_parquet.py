@@ -231,3 +231,17 @@ def test_counters_that_fall_inside_episodes_are_told(tmp_path: Path) -> None:
         with open_source(tmp_path / "x.parquet", rule="ids:episode_id") as source:
             warnings = " ".join(source.info.attributes["warnings"])
         assert (f"step falls at {told} steps inside episodes" in warnings) == bool(told)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".feather"])
+def test_columns_of_one_name_are_refused(tmp_path: Path, suffix: str) -> None:
+    table = steps_table([0, 0, 1])
+    table = table.append_column("observations", table["actions"])
+    path = tmp_path / f"x{suffix}"
+    with path.open("wb") as file:
+        if suffix == ".parquet":
+            pq.write_table(table, file)
+        else:
+            with pa.ipc.new_file(file, table.schema) as batches:
+                batches.write_table(table)
+    refused(path, "SOURCE_LAYOUT", "columns of one name", rule="ids:episode_id")

@@ -37,8 +37,9 @@ def open_parquet(path: Path, asked: Asked) -> Source:
     """Open a file of one row a step or an episode; reads how long they are."""
     path, names = path.absolute(), asked.names
     file = (ArrowFile if path.suffix.lower() in ARROW else ParquetFile)(path)
-    if not file.rows:
-        raise misfit("no rows", path, "give a file with a row for each step or episode")
+    if not file.rows or len({*file.schema.names}) < len(file.schema.names):
+        what = "columns of one name" if file.rows else "no rows"
+        raise misfit(what, path, "give a row for each step or episode, columns of different names")
     types = {field.name: field.type for field in file.schema}
     lists = [name for name, kind in types.items() if is_list(kind) and is_numeric(kind)]
     observed, acts = (split_names(names.get(name, name)) for name in REQUIRED)
