@@ -221,3 +221,13 @@ def test_folders_of_hugging_face_on_disk(tmp_path: Path) -> None:
             "test left out: convert them apart, or go.join_sources takes all"
             in source.info.attributes["warnings"]
         )
+
+
+def test_counters_that_fall_inside_episodes_are_told(tmp_path: Path) -> None:
+    order = [0, 2, 1, 3, 4, 6, 5]  # as of a table that another program has put in some order
+    table = steps_table([0, 0, 0, 0, 1, 1, 1], step=[0, 1, 2, 3, 0, 1, 2])
+    for rows, told in ((range(7), 0), (order, 2)):
+        pq.write_table(table.take(pa.array(rows)), tmp_path / "x.parquet")
+        with open_source(tmp_path / "x.parquet", rule="ids:episode_id") as source:
+            warnings = " ".join(source.info.attributes["warnings"])
+        assert (f"step falls at {told} steps inside episodes" in warnings) == bool(told)

@@ -7,6 +7,7 @@ Shape legend: T steps of an episode, R steps of a group of rows.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -50,8 +51,8 @@ def open_parquet(path: Path, asked: Asked) -> Source:
     by_step = bool(tells & numbers) or not lists  # of an episode they are lists
     arrays = {n: _array(file, n, kind, by_step) for n, kind in types.items()}
     if by_step:
-        rows = f"{file.format}-rows"
-        return table_source(arrays, asked, path, (file.file,), lambda r: r, format=rows)
+        name = f"{file.format}-rows"
+        return table_source(arrays, asked, (file.file,), lambda rows: rows, format=name)
     stored, left_out = find_columns(arrays, asked, REQUIRED[::-1], ("rewards",), where=str(path))
     once = sorted(flags & numbers)  # flags of one value an episode
     if file.rows > MAX_EPISODES:
@@ -102,7 +103,8 @@ def open_parquet(path: Path, asked: Asked) -> Source:
 
 def _array(file: ParquetFile, name: str, kind: Any, by_step: bool) -> SimpleNamespace:
     """Return a column as `find_columns` takes it: of one row a step, or lists of an episode."""
-    read, first = Column(file, name).rows, np.empty(1, str if is_text(kind) else object)
+    is_text = re.match("(dictionary<values=)?(large_)?string", str(kind))
+    read, first = Column(file, name).rows, np.empty(1, str if is_text else object)
     if is_numeric(kind) and (by_step or is_list(kind)):
         first = read(0, 1) if by_step else np.empty(1, "f4")
     shape = (file.rows, *first.shape[1:])
@@ -246,14 +248,6 @@ def _lengths(lists: Any) -> Int64Array:
 
     counts = pyarrow.compute.list_value_length(lists).fill_null(0)
     return np.asarray(counts.to_numpy(zero_copy_only=False), np.int64)
-
-
-def is_text(kind: Any) -> bool:
-    """Tell the Arrow type of text."""
-    from pyarrow import types
-
-    kind = getattr(kind, "value_type", kind)  # of a dictionary
-    return bool(types.is_string(kind) or types.is_large_string(kind))
 
 
 def is_list(kind: Any) -> bool:

@@ -89,6 +89,17 @@ def _counts_steps(column: Any) -> bool:
     return True
 
 
+def falls(column: Any, rows: int) -> Int64Array:
+    """Return the rows behind which a column of one number a row falls."""
+    parts, before = [np.zeros(0, np.int64)], np.zeros(0, column.dtype)
+    is_counter = column.shape == (rows,) and column.dtype.kind in "iuf"
+    for row, part in blocks_of(column) if is_counter else ():
+        steps = np.append(before, part)
+        parts.append(np.flatnonzero(steps[1:] < steps[:-1]) + row - before.size)
+        before = steps[-1:]
+    return np.concatenate(parts)
+
+
 def unnamed_marks(table: Mapping[str, Any], rows: int) -> dict[str, tuple[Int64Array, str]]:
     """Return marks of columns that no rule names and that tell episodes: last rows, a remedy."""
     marks = dict[str, tuple[Int64Array, str]]()

@@ -48,7 +48,8 @@ def open_zarr(path: Path, asked: Asked) -> Source:
     rule = asked.rule or (ends and f"ends:{ends}")
     usual = {new: old for new, old in USUAL.items() if old in arrays and new not in arrays}
     how = asked._replace(names={**usual, **asked.names})
-    source = table_source(arrays, how, path, files, lambda rows: rows, format="zarr", rule=rule)
+    facts: dict[str, Any] = {"where": path, "format": "zarr", "rule": rule}
+    source = table_source(arrays, how, files, lambda rows: rows, **facts)
     source.usual = usual
     empty = [f"{a.missing:,} of {n}" for n, a in arrays.items() if n in source.spec and a.missing]
     what = f"chunks that are not stored read as the fill value: {', '.join(empty)}"
