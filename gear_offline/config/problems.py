@@ -31,7 +31,6 @@ ALIASES = {
     }.items()
     for alias in aliases.split()
 }
-FEW = 8  # options of a section that an error names
 TAGS = {*MODELS, OWN_MODEL}  # pydantic's names of kinds of models, on the way to an option
 _WORDS = {
     "Extra inputs are not permitted": "no such option",
@@ -92,7 +91,7 @@ def option_text(model: type[BaseModel], problem: Any) -> str:
         above = ".".join([*path[:-1], ""])
         beside = [o.removeprefix(above) for o in dotted_fields(model) if o.startswith(above)]
         hint = f"there are {', '.join(beside)}"
-        hint = hint if 0 < len(beside) <= FEW else "`recipes validate` prints all there are"
+        hint = hint if 0 < len(beside) < 9 else "`recipes validate` prints all there are"
         hint = f"did you mean {guess!r}?" if guess not in (None, name) else hint
         where = f" of {problem['loc'][1]}" if kind else ""
         return f"unknown option {name!r}{where}, {hint}"
