@@ -106,8 +106,7 @@ class Progress(Closing):
         self._doing, self._facts = "", dict[str, str]()
         self._before, self._paused_seconds = done, 0.0
         self._began = self._printed = time.monotonic()
-        self._first = done  # the rate counts from there: what comes before prepares the others
-        self._from = self._changed = self._began
+        self._first, self._from, self._changed = done, self._began, self._began  # for the rate
         self._live: Live | None = None
 
     def __enter__(self) -> Progress:

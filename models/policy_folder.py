@@ -85,7 +85,6 @@ def write_policy(
     folder: Path, model: SequenceModel, file: PolicyFile, *, overwrite: bool = False
 ) -> None:
     """Write a policy folder, whole or not at all; with `overwrite` in place of another one."""
-    # clones, as tied weights are one tensor of several names
     weights = {n: w.detach().cpu().contiguous().clone() for n, w in model.state_dict().items()}
     config = model.config_text().encode()
     if type(model) is not DecisionTransformer:

@@ -306,6 +306,29 @@ def test_what_a_model_does_wrong_is_told_before_training(
         train("run", evaluate__episodes=0)
 
 
+@pytest.mark.parametrize(
+    ("gives", "told"),
+    [
+        ("np.random.random(count)", "other weights each time"),
+        ("['a'] * count", "drawing raised ValueError"),
+        ("None", "10 weights are needed|weights"),
+    ],
+)
+def test_weights_that_are_none_or_change_are_refused(own: Path, gives: str, told: str) -> None:
+    (own / "odd.py").write_text(f"""
+import numpy as np
+
+
+def odd(facts):
+    count = facts.episodes.episodes
+    return {gives}
+""")
+    with one_error("SELECTION", told):
+        changes = {**options(), "selection.strategy": "odd.py:odd", "evaluate.episodes": 0}
+        changes.pop("selection.half_life")
+        go.train("smoke", changes, out="run", quiet=True)
+
+
 def test_tied_weights_are_exported(own: Path) -> None:
     lines = "self.unused = nn.Linear(settings.width, facts.action_dim)"
     lines += "\n        self.unused.weight = self.action.weight"
@@ -319,7 +342,7 @@ def test_tied_weights_are_exported(own: Path) -> None:
         policy = go.load_policy(place, model="net.py:Net")
         policy.reset(range(4), [1.0] * 4)
         actions.append(policy.act(states))
-    assert np.array_equal(*actions) and actions[0].any()
+    assert np.array_equal(actions[0], actions[1]) and actions[0].any()
 
 
 RAISES = """

@@ -223,10 +223,9 @@ def try_model(
         calling_part(MODELS, "trying act()", name),
         torch.no_grad(),
     ):
-        chosen = model.eval().act(copy.deepcopy(window))
-        is_choice = facts.discrete and not chosen.is_floating_point()
-        wanted: Any = (2,) if is_choice else (2, facts.action_dim)
-        if chosen.shape != wanted or not (is_choice or chosen.is_floating_point()):
+        is_float = (chosen := model.eval().act(copy.deepcopy(window))).is_floating_point()
+        wanted: Any = (2, facts.action_dim) if is_float or not facts.discrete else (2,)
+        if chosen.shape != wanted or not (is_float or facts.discrete):
             what = f"act() gave {chosen.dtype} of shape {tuple(chosen.shape)}, not floats {wanted}"
             raise InputError("MODEL", what, name, "return one action for each window")
         if obstacle := _obstacle(model, window, batch):
@@ -259,11 +258,9 @@ def _obstacle(model: SequenceModel, window: PlayedWindow, batch: Batch) -> tuple
 
 def _differ(call: Callable[[Any], Tensor], argument: Any, other: Any) -> bool:
     """Return true if a call that repeats itself gives something else for another argument."""
-    first, again, last = (
-        (torch.manual_seed(0), call(value).float())[1] for value in (argument, argument, other)
-    )
-    near = partial(torch.allclose, first, rtol=1e-3, atol=1e-5, equal_nan=True)
-    return near(again) and not near(last)
+    values = [(torch.manual_seed(0), call(x).float())[1] for x in (argument, argument, other)]
+    near = partial(torch.allclose, values[0], rtol=1e-3, atol=1e-5, equal_nan=True)
+    return near(values[1]) and not near(values[2])
 
 
 def eight_bit_obstacle(recipe: Recipe, device: torch.device, world: World) -> str | None:
