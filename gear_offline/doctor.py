@@ -54,15 +54,15 @@ OPTIONAL_PACKAGES = {
     "sbx-rl": ("collect --policy sbx:PPO, faster", "pip install 'gear-offline[rl]'"),
 }
 WHEELS = {"cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy")}  # one import, several distributions
-# Each sets `found`; it may fail in any way it likes.
+# Each sets `facts`; it may fail in any way it likes.
 PROBES = {
     "torch": """
 import torch, transformers
-found = {"cuda_build": torch.version.cuda, "threads": torch.get_num_threads(), "devices": []}
+facts = {"cuda_build": torch.version.cuda, "threads": torch.get_num_threads(), "devices": []}
 for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-    facts = torch.cuda.get_device_properties(index)
-    found["devices"].append({"name": facts.name, "memory_bytes": facts.total_memory,
-                             "capability": f"{facts.major}.{facts.minor}"})
+    gpu = torch.cuda.get_device_properties(index)
+    facts["devices"].append({"name": gpu.name, "memory_bytes": gpu.total_memory,
+                             "capability": f"{gpu.major}.{gpu.minor}"})
 """,
     "mujoco": """
 import warnings, gymnasium
@@ -71,18 +71,18 @@ environment = gymnasium.make("Hopper-v5")
 environment.reset(seed=0)
 environment.step(environment.action_space.sample())
 """,
-    "cupy": "import cupy\nfound = {'devices': cupy.cuda.runtime.getDeviceCount()}",
+    "cupy": "import cupy\nfacts = {'devices': cupy.cuda.runtime.getDeviceCount()}",
     "pyverbs": "from pyverbs.device import get_device_list\nget_device_list()",
 }
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Result of one attempt: `found` when it worked, otherwise the reason."""
+    """Result of one attempt: `facts` when it worked, otherwise the reason."""
 
     works: bool
     reason: str = ""
-    found: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,11 @@ class Feature:
     install: str | None = None  # how to get it, None when nothing is missing
 
 
-def diagnose(*, seconds: float = SECONDS) -> dict[str, Any]:
-    """Describe this machine, JSON-able; each attempt takes `seconds` at most."""
+def diagnose() -> dict[str, Any]:
+    """Describe this machine, JSON-able; each attempt takes `SECONDS` at most."""
     missing = {n: Probe(False, f"{n} is not installed") for n in PROBES if not package_version(n)}
     with ThreadPoolExecutor(max_workers=4) as pool:
-        answers = pool.map(lambda n: missing.get(n) or probe(PROBES[n], seconds=seconds), PROBES)
+        answers = pool.map(lambda n: missing.get(n) or probe(PROBES[n], seconds=SECONDS), PROBES)
         tried = dict(zip(PROBES, answers, strict=True))
     cpu = {"model": processor(), "cores": os.cpu_count() or 1, "usable": usable_cores()}
     devices = rdma_devices()
@@ -126,7 +126,7 @@ def diagnose(*, seconds: float = SECONDS) -> dict[str, Any]:
         "cpu": cpu,
         "memory_bytes": psutil.virtual_memory().total,
         "packages": packages,
-        "torch": dict(tried["torch"].found),
+        "torch": dict(tried["torch"].facts),
         "rdma_devices": devices,
         "features": [asdict(feature) for feature in features],
     }
@@ -161,7 +161,7 @@ def print_diagnosis(diagnosis: Mapping[str, Any]) -> None:
 
 def probe(code: str, *, seconds: float = SECONDS) -> Probe:
     """Run `code` in a process of its own for at most `seconds`."""
-    script = f"import json\nfound = {{}}\n{code}\nprint(json.dumps(found))"
+    script = f"import json\nfacts = {{}}\n{code}\nprint(json.dumps(facts))"
     try:
         done = subprocess.run(
             [sys.executable, "-c", script],
@@ -175,7 +175,7 @@ def probe(code: str, *, seconds: float = SECONDS) -> Probe:
     if done.returncode != 0:
         died = f"ended by signal {-done.returncode}" if done.returncode < 0 else "failed"
         return Probe(False, done.stderr.strip().rpartition("\n")[2].strip() or died)
-    return Probe(True, found=json.loads(done.stdout.splitlines()[-1]))
+    return Probe(True, facts=json.loads(done.stdout.splitlines()[-1]))
 
 
 def package_version(name: str) -> str | None:
@@ -205,12 +205,12 @@ def _cpu(cpu: Mapping[str, Any], torch: Probe) -> Feature:
     if problems:
         install = "install gear-offline again in a fresh virtual environment"
         return Feature("cpu", False, "none: the core is broken", "; ".join(problems), install)
-    path = f"{count_text(torch.found['threads'], 'thread')}, float32"
+    path = f"{count_text(torch.facts['threads'], 'thread')}, float32"
     return Feature("cpu", True, path, f"{count_text(cpu['usable'], 'usable core')}")
 
 
 def _gpu(torch: Probe, cupy: Probe) -> Feature:
-    if devices := torch.found.get("devices"):
+    if devices := torch.facts.get("devices"):
         model = f"model on cuda:0 ({devices[0]['name']}), "
         count = f"{count_text(len(devices), 'CUDA device')}; CuPy "
         if cupy.works:
@@ -221,7 +221,7 @@ def _gpu(torch: Probe, cupy: Probe) -> Feature:
         return Feature("gpu", True, path, reason, OPTIONAL_PACKAGES["cupy"][1])
     install = None
     reason = "no NVIDIA driver on this machine"
-    if build := torch.found.get("cuda_build"):
+    if build := torch.facts.get("cuda_build"):
         reason = f"torch is built for CUDA {build}, but sees no device"
     elif Path("/proc/driver/nvidia/version").exists():
         reason = "an NVIDIA driver, but a torch without CUDA"

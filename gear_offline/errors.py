@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,26 @@ def json_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
         what = f"{options!r:.80} are no numbers, texts, lists and mappings of them by name"
         remedy = "write {'g': 1.0}; register an environment that takes other objects by itself"
         raise InputError("ENVIRONMENT", what, "environment_options", remedy) from error
+
+
+def together(gather: Callable[[Any], list[Any]], make: Callable[[], Any]) -> list[Any]:
+    """Return the JSON-able results of `make` on all ranks; an error of one is one of all.
+
+    `gather` returns every rank's value, in the order of ranks, as `World.gather` does.
+    """
+    result, error = None, None
+    try:
+        result = make()
+    except GearError as caught:
+        error = caught
+    answers = gather([error and error.what, result])
+    if error is not None:
+        raise error
+    for rank, (failure, _) in enumerate(answers):
+        if failure is not None:
+            what, remedy = f"rank {rank} failed: {failure}", "see its own message"
+            raise GearError("RANK_FAILED", what, remedy=remedy)
+    return [answer for _, answer in answers]
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

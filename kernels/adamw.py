@@ -88,7 +88,7 @@ class DeviceAdamW:
         self.steps = torch.zeros(len(self._parameters), device=device)  # (P,) done
         cuts = cut([p.numel() for p in parameters])
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
-        # Pieces that each partial sum of the norm is over, and the number of sums: on any GPU.
+        # Pieces that a partial sum of the norm covers, and the number of sums: alike on every GPU.
         group = max(LEAST_GROUP, -(-len(cuts) // MOST_PARTIALS))
         partials = -(-len(cuts) // group)
         self._norm_blocks = 1 + partials  # the first prepares the step

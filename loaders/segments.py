@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gear_offline.core.types import Int64Array
+from gear_offline.core.types import BoolArray, Int64Array
 from gear_offline.distributed.reads import NodeRows, Reads
 from gear_offline.distributed.sharding import Assigner, NodeShare
 from gear_offline.distributed.world import World
@@ -144,16 +144,7 @@ class Planner:
         homes = share.nodes[drawn.episodes]
         slots, moves = self._assigner.assign(homes)
         slots += np.arange(len(homes))[:, None] * homes.shape[1]  # of all steps
-        # All ranks' segments that are held elsewhere, (M,): who reads which from whom.
-        at = np.flatnonzero(moves)
-        step, place = np.divmod(at, homes.shape[1])
-        slot = slots.reshape(-1)[at]
-        home, readers, block = homes.reshape(-1)[slot], self._reader[place], step // steps
-        owners = self._members[home, slot % homes.shape[1] % self._counts[home]]
-        order = np.lexsort((owners, readers, block))
-        step, place, slot, readers, owners, block = (
-            each[order] for each in (step, place, slot, readers, owners, block)
-        )
+        step, place, slot, readers, owners, block = self._elsewhere(homes, slots, moves)
         every = drawn.flat()
         far = every[slot]
         # Each lands in a window of its own, those of a reader one behind the other.
@@ -182,6 +173,25 @@ class Planner:
             (whole[n * steps : (n + 1) * steps], reads.take(slice(*edges[n : n + 2])))
             for n in range(len(first_rows))
         ]
+
+    def _elsewhere(
+        self, homes: Int64Array, slots: Int64Array, moves: BoolArray
+    ) -> tuple[Int64Array, ...]:
+        """Return who reads which segment from whom: all that are held elsewhere, (M,).
+
+        Their step, place, slot, reader, owner and block, in the order of block, reader and owner.
+        """
+        at, batch = np.flatnonzero(moves), homes.shape[1]
+        step, place = np.divmod(at, batch)
+        slot = slots.reshape(-1)[at]
+        home, readers, block = (
+            homes.reshape(-1)[slot],
+            self._reader[place],
+            step // self._ring.steps,
+        )
+        owners = self._members[home, slot % batch % self._counts[home]]
+        order = np.lexsort((owners, readers, block))
+        return tuple(each[order] for each in (step, place, slot, readers, owners, block))
 
 
 class ShardedSegments:

@@ -31,12 +31,13 @@ class StaticBatch:
     captured: `begin` (draw, locate and gather in one kernel), whatever uses `batch`, whose tensors
     stay where they are, and `end`.
 
-    With `ahead` the rows of the following step travel on a stream of their own meanwhile, into
-    memory of their own, and `begin` copies them within GPU memory; where that pays: never for a
-    sampler that learns from losses (`learns`), whose batches have probabilities.  The batch, and
-    its goals, lie in `windows` if given, of the layout of `GpuGather.allocate`.  `writer` draws the
-    segments on the host, of an engine that does not; `goals` gathers the states of the goals that
-    it draws too.  The engine of a `live` one may change: `adopt`.
+    With `ahead` the rows of the following step travel on a stream of their own during a step, where
+    that pays.  They come into memory of their own, from which `begin` copies them.  Batches of a
+    sampler that learns from losses (`learns`) have probabilities and never travel ahead.
+
+    The batch and its goals lie in `windows` if given, of the layout of `GpuGather.allocate`.  Where
+    the engine does not draw, `writer` draws segments and goals on the host, and `goals` gathers the
+    states of the goals.  The engine of a `live` batch may change: `adopt`.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from math import prod
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -35,11 +35,9 @@ from gear_offline.core.parts import (
 )
 from gear_offline.errors import GearError, InputError, is_out_of_memory
 from gear_offline.models.eight_bit import MULTIPLE, EightBitLinear
-from gear_offline.models.encoders import InputColumn, Size
+from gear_offline.models.encoders import COLUMN_KEYS, InputColumn, Size, column_facts
 from gear_offline.models.loss import Padding, TrainingBatch, mean_loss, step_losses
 from gear_offline.tables.fields import Scales
-
-Shape = Annotated[tuple[Size, ...], Field(strict=False, min_length=2, max_length=3)] | tuple[()]
 
 COMPILERS = ("torch._dynamo", "torch._inductor")  # where errors of torch.compile are
 MODELS = Kind(
@@ -79,23 +77,22 @@ class ModelSizes(BaseModel):
     state_dim: Size  # S, numbers in an observation
     action_dim: Size  # A, or the number of discrete actions
     discrete: bool = False
-    frame_shape: Shape = ()  # of an observation that is one: (h, w) or (h, w, colours)
-    frame_dtype: Literal["uint8", "float32"] = "uint8"
-    frame_stack: Annotated[int, Field(ge=1, le=64)] = 1  # frames that make up a state
-    observations: Annotated[tuple[InputColumn, ...], Field(strict=False)] = ()  # of several columns
+    # of an observation: several by their names, or one, by default a vector, that needs none
+    columns: Annotated[tuple[InputColumn, ...], Field(strict=False)] = ()
     tasks: Annotated[tuple[ModelTask, ...], Field(strict=False)] = ()  # of data of several
 
-    @property
-    def columns(self) -> tuple[InputColumn, ...]:
-        """The columns of an observation; of a single one no name is known."""
-        stack, frames = self.frame_stack, self.frame_dtype
-        if self.observations:
-            return tuple(
-                c.model_copy(update={"stack": stack}) if c.frames else c for c in self.observations
-            )
-        if not self.frame_shape:
-            return (InputColumn(name="", shape=(self.state_dim,)),)
-        return (InputColumn(name="", shape=self.frame_shape, frames=frames, stack=stack),)
+    @model_validator(mode="before")
+    @classmethod
+    def _take_columns(cls, values: Any) -> Any:
+        facts = {name: value for name, value in values.items() if name not in COLUMN_KEYS}
+        return facts | {"columns": column_facts(values)}
+
+    @model_validator(mode="after")
+    def _add_up(self) -> Self:
+        column = self.columns[0]
+        if len(self.columns) == 1 and column.size != self.state_dim:
+            raise ValueError(f"{column.text} do not make a state of {self.state_dim}")
+        return self
 
 
 class ModelFacts(ModelSizes):
@@ -377,11 +374,8 @@ def make_model(kind: str, facts: ModelFacts, settings: Any) -> SequenceModel:
         raise InputError("MODEL", what, kind, "give them sizes, as facts.state_dim")
     own = {*model._modules, *model._parameters, *model._buffers}
     if taken := sorted(own & {name for name in vars(SequenceModel) if name[0] != "_"}):
-        what, remedy = (
-            f"{kind_class.__name__}.{taken[0]} is a method that all models have",
-            "rename it",
-        )
-        raise InputError("MODEL", what, kind, remedy)
+        what = f"{kind_class.__name__}.{taken[0]} is a method that all models have"
+        raise InputError("MODEL", what, kind, "rename it")
     model.part = kind, digest_of(kind) if is_part(kind) else ""
     return model
 

@@ -12,15 +12,15 @@ state elements, A action elements or discrete actions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -30,15 +30,17 @@ from transformers.models.decision_transformer.modeling_decision_transformer impo
     DecisionTransformerOutput as DecisionTransformerOutput,
 )
 
-from gear_offline.config.sections import ModelSettings, TransformerSettings
+from gear_offline.config.problems import problem_text
+from gear_offline.config.sections import TransformerSettings
+from gear_offline.core.text import plain
 from gear_offline.errors import InputError
-from gear_offline.models.base import ModelFacts, ModelTask, PlayedWindow, SequenceModel
+from gear_offline.models.base import ModelFacts, PlayedWindow, SequenceModel
 from gear_offline.models.blocks import Block, Keep, dense_mask, drop
 from gear_offline.models.encoders import (
     ColumnEncoder,
-    Encoder,
     FrameEncoder,
     InputColumn,
+    column_facts,
     resolve_encoder,
 )
 from gear_offline.models.gaussian import INITIAL_TEMPERATURE, Gaussian, gaussian_losses
@@ -132,14 +134,17 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
         super().__init__(config)
         for block in self.encoder.h:  # in place: what is drawn for its parameters stays the same
             block.__class__ = Block
+        columns = [InputColumn.model_validate(facts) for facts in column_facts(vars(config))]
         self.frame_encoder: FrameEncoder | ColumnEncoder | None = None
-        kind = getattr(config, "frame_encoder", "none")
-        if getattr(config, "observations", None):
-            columns = InputColumn.of_config(config)
+        if len(columns) > 1:
             self.frame_encoder = ColumnEncoder(columns, features=config.hidden_size)
-        elif kind != "none":
-            frames = {"frame_shape": config.frame_shape, "frame_stack": config.frame_stack}
-            self.frame_encoder = FrameEncoder(kind, **frames, features=config.state_dim)
+        elif columns[0].encoder != "none":
+            self.frame_encoder = FrameEncoder(
+                columns[0].encoder,
+                frame_shape=columns[0].shape,
+                frame_stack=columns[0].stack,
+                features=config.state_dim,
+            )
         tasks = tasks_of_config(config)
         widths = [task.action_dim for task in tasks]
         self.embed_task: TaskEmbedding | None = None
@@ -162,15 +167,11 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
             self.log_temperature = nn.Parameter(torch.tensor(math.log(INITIAL_TEMPERATURE)))
             self.steady = ("log_temperature",)
         self.attention: Attention = "auto"
-        columns = InputColumn.of_config(config)
-        frame: Any = {"frame_shape": columns[0].shape, "frame_dtype": columns[0].frames}
         self.facts = ModelFacts(
             state_dim=sum(column.size for column in columns),
             action_dim=config.act_dim,
             discrete=discrete,
-            frame_stack=max(column.stack for column in columns),
-            observations=columns if len(columns) > 1 else (),
-            **frame if columns[0].frames and len(columns) == 1 else {},
+            columns=tuple(columns),
             context_length=int(getattr(config, "context_length", 20)),
             max_timestep=config.max_ep_len,
             goals=self.goals,
@@ -179,14 +180,51 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
 
     @classmethod
     def build(cls, facts: ModelFacts, settings: TransformerSettings) -> Self:
-        """Return the model of a recipe."""
-        model = build_model(
-            **{name: getattr(facts, name) for name in ModelFacts.model_fields},
-            **settings.model_dump(exclude={*ModelSettings.model_fields}),
-            make=cls,
+        """Return a model, as of a recipe; what does not fit is ``MODEL``."""
+        hidden, encoder = settings.hidden_size, settings.encoder
+        if hidden % settings.heads:
+            what = f"{settings.heads} heads do not divide a hidden size of {hidden}"
+            raise InputError("MODEL", what, where="model.heads")
+        framed = [column.shape for column in facts.columns if column.frames]
+        shown = {"encoder": resolve_encoder(encoder, framed[0] if framed else ())}
+        columns = [c.model_copy(update=shown) if c.frames else c for c in facts.columns]
+        config = DecisionTransformerConfig(
+            # The transformer sees an encoder's features in place of the state.
+            state_dim=sum(column.features(hidden) for column in columns),
+            act_dim=facts.action_dim,
+            hidden_size=hidden,
+            max_ep_len=facts.max_timestep,
+            n_layer=settings.layers,
+            n_head=settings.heads,
+            n_positions=1,  # only row 0 is ever used
+            activation_function=settings.activation,
+            resid_pdrop=settings.dropout,
+            embd_pdrop=settings.dropout,
+            attn_pdrop=settings.dropout,
+            action_tanh=bool(settings.action_tanh) and not facts.discrete,
+            use_cache=False,
+            # Nothing uses these; the defaults lie outside the vocabulary of one token, which is
+            # warned of, and None would be left out of the file and become the default when loaded.
+            bos_token_id=0,
+            eos_token_id=0,
         )
-        model.settings = settings
-        return cast(Self, model)
+        config.discrete_actions = facts.discrete
+        config.context_length = facts.context_length
+        if settings.is_stochastic:
+            config.stochastic_policy = True
+        if len(columns) > 1:
+            config.observations = [column.model_dump(mode="json") for column in columns]
+        elif framed:  # files of models of vectors stay as they were
+            (column,) = columns
+            config.frame_encoder, config.frame_shape = column.encoder, list(column.shape)
+            config.frame_dtype, config.frame_stack = column.frames, column.stack
+        if facts.goals:
+            config.goals = True
+        if facts.tasks:
+            config.tasks = [t.model_dump(mode="json", exclude_defaults=True) for t in facts.tasks]
+        model = cls(config)
+        model.attention, model.settings = settings.attention, settings
+        return model
 
     def forward(
         self,
@@ -501,30 +539,7 @@ def _few_outputs(linear: nn.Module, hidden: Tensor) -> Tensor:
     return narrow_linear(hidden, linear.weight, linear.bias)
 
 
-def build_model(
-    *,
-    state_dim: int,
-    action_dim: int,
-    discrete: bool = False,
-    hidden_size: int = 128,
-    layers: int = 3,
-    heads: int = 1,
-    activation: str = "relu",
-    dropout: float = 0.1,
-    max_timestep: int = 1000,
-    context_length: int = 20,
-    action_tanh: bool = True,
-    policy: Literal["deterministic", "gaussian"] = "deterministic",
-    attention: Attention = "auto",
-    encoder: Encoder = "auto",
-    frame_shape: Sequence[int] = (),
-    frame_dtype: Literal["uint8", "float32"] = "uint8",
-    frame_stack: int = 1,
-    observations: Sequence[InputColumn] = (),
-    tasks: Sequence[ModelTask] = (),
-    goals: bool = False,
-    make: Callable[[DecisionTransformerConfig], DecisionTransformer] | None = None,
-) -> DecisionTransformer:
+def build_model(*, state_dim: int, action_dim: int, **options: Any) -> DecisionTransformer:
     """Build a Decision Transformer; the defaults are the paper's locomotion model.
 
     Parameters
@@ -533,46 +548,19 @@ def build_model(
         Elements of an observation; of one frame.
     action_dim
         Elements of a continuous action, or the number of discrete actions.
-    discrete
-        Actions are integers in [0, `action_dim`); the head gives logits, `action_tanh` is off.
-    hidden_size, layers, heads
-        Width of the embeddings, transformer blocks, attention heads of a block.
-    activation
-        Activation of the feed-forward parts, a name that transformers knows.
-    dropout
-        Probability, in residuals, embeddings and attention.
-    max_timestep
-        Rows of the timestep embedding; every timestep must be smaller.
-    context_length
-        Steps of a training window; noted in the configuration.
-    action_tanh
-        Bound continuous actions to (-1, 1).
-    policy
-        ``"gaussian"``: a stochastic one, see `gear_offline.models.gaussian`.
-    attention
-        See `DecisionTransformer`.
-    encoder
-        Encoder of frames, see `gear_offline.models.encoders`; ``"auto"`` is ``"cnn"``.  With
-        ``"none"`` their pixels are the elements of a state.
-    frame_shape, frame_dtype
-        (h, w), (h, w, C) or (C, h, w) of a frame where states are frames, and their type.
-    frame_stack
-        Frames that make up a state.
-    observations
-        The columns of several that make up a state, in place of these three; `encoder` and
-        `frame_stack` are of all that hold frames.
-    tasks
-        The widths and scales of each of several tasks; widths above are those of the widest.
-    goals
-        The model is asked to reach states, and not for returns.
-    make
-        A subclass to make in place of `DecisionTransformer`.
+    options
+        The options of a recipe's section ``model`` by their names, such as ``hidden_size``, and
+        facts of the data: ``discrete`` actions, integers, for which the head gives logits;
+        ``context_length``; ``max_timestep``, which is above every timestep; ``goals``, to be asked
+        for states in place of returns; ``frame_shape``, (h, w), (h, w, C) or (C, h, w), where
+        states are frames, their ``frame_dtype`` and ``frame_stack``; or ``columns``, of
+        `gear_offline.models.encoders.InputColumn`, where observations have several; ``tasks``, of
+        `gear_offline.models.base.ModelTask`, with the sizes of the widest above.
 
     Raises
     ------
     InputError
-        ``MODEL`` for a size below 1, a dropout outside [0, 1), heads that do not divide
-        `hidden_size`, or frames that the encoder cannot take.
+        ``MODEL`` for options that do not exist, are out of range or do not fit each other.
 
     Examples
     --------
@@ -585,73 +573,15 @@ def build_model(
     >>> model(**inputs).action_preds.shape
     torch.Size([2, 5, 1])
     """
-    sizes = {
-        "state_dim": state_dim,
-        "action_dim": action_dim,
-        "hidden_size": hidden_size,
-        "layers": layers,
-        "heads": heads,
-        "max_timestep": max_timestep,
-        "context_length": context_length,
-        "frame_stack": frame_stack,
-    }
-    for name, size in sizes.items():
-        if size < 1:
-            raise InputError("MODEL", f"{size} is less than 1", where=f"model.{name}")
-    if hidden_size % heads:
-        what = f"{heads} heads do not divide a hidden size of {hidden_size}"
-        raise InputError("MODEL", what, where="model.heads")
-    if not 0.0 <= dropout < 1.0:
-        raise InputError("MODEL", f"{dropout} is not in [0, 1)", where="model.dropout")
-    framed = [column.shape for column in observations if column.frames]
-    kind = resolve_encoder(encoder, framed[0] if framed else frame_shape)
-    shown = {"encoder": kind, "stack": frame_stack}
-    columns = [c.model_copy(update=shown) if c.frames else c for c in observations]
-    if frame_shape and (len(frame_shape) not in (2, 3) or prod(frame_shape) != state_dim):
-        what = f"{state_dim} pixels do not make frames of shape {tuple(frame_shape)}"
-        remedy = "use frames (height, width) or (height, width, colours)"
-        raise InputError("MODEL", what, "model.frame_shape", remedy)
-    # The transformer sees an encoder's features in place of the state.
-    width = sum(column.features(hidden_size) for column in columns)
-    width = width or (hidden_size if kind != "none" else state_dim * frame_stack)
-    config = DecisionTransformerConfig(
-        state_dim=width,
-        act_dim=action_dim,
-        hidden_size=hidden_size,
-        max_ep_len=max_timestep,
-        n_layer=layers,
-        n_head=heads,
-        n_positions=1,  # only row 0 is ever used
-        activation_function=activation,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        action_tanh=action_tanh and not discrete,
-        use_cache=False,
-        # Nothing uses these; the defaults lie outside the vocabulary of one token, which is
-        # warned of, and None would be left out of the file and become the default when loaded.
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    config.discrete_actions = discrete
-    config.context_length = context_length
-    if policy == "gaussian":
-        config.stochastic_policy = True
-    if frame_shape:  # files of models of vectors stay as they were
-        config.frame_encoder = kind
-        config.frame_shape = list(frame_shape)
-        config.frame_stack = frame_stack
-    if frame_dtype != "uint8":
-        config.frame_dtype = frame_dtype
-    if columns:
-        config.observations = [column.model_dump(mode="json") for column in columns]
-    if goals:
-        config.goals = True
-    if tasks:
-        config.tasks = [task.model_dump(mode="json", exclude_defaults=True) for task in tasks]
-    model = (make or DecisionTransformer)(config)
-    model.attention = attention
-    return model
+    facts = plain({"state_dim": state_dim, "action_dim": action_dim} | options)
+    names = TransformerSettings.model_fields.keys() - ModelFacts.model_fields
+    own = {name: facts.pop(name) for name in names & options.keys()}
+    try:
+        return DecisionTransformer.build(ModelFacts(**facts), TransformerSettings(**own))
+    except ValidationError as error:
+        problem: Any = error.errors()[0]
+        place = ".".join(map(str, ("model", *problem["loc"])))
+        raise InputError("MODEL", problem_text(problem | {"loc": ()}), place) from error
 
 
 def check_timesteps(timesteps: Tensor | int, max_timestep: int) -> None:

@@ -30,6 +30,7 @@ NATURE_SIDE = 36  # the smallest frame that they leave a position of
 PATCH_CHANNELS = 128
 LARGEST_PATCH = 16
 Size = Annotated[int, Field(ge=1, le=1 << 31)]
+COLUMN_KEYS = ("observations", "frame_shape", "frame_dtype", "frame_stack")  # of configurations
 
 
 class InputColumn(BaseModel):
@@ -41,18 +42,6 @@ class InputColumn(BaseModel):
     frames: Literal["uint8", "float32"] | None = None  # their type; None: a vector
     stack: Annotated[int, Field(ge=1, le=64)] = 1  # frames that make up a state
     encoder: Literal["none", "cnn", "patch"] = "none"
-
-    @classmethod
-    def of_config(cls, config: Any) -> tuple[InputColumn, ...]:
-        """Return the columns of a model's configuration; a model of one does not know its name."""
-        if several := getattr(config, "observations", None):
-            return tuple(map(cls.model_validate, several))
-        shape = tuple(getattr(config, "frame_shape", None) or ())
-        facts: dict[str, Any] = {"name": "", "shape": shape or (config.state_dim,)}
-        if shape:
-            facts["frames"] = getattr(config, "frame_dtype", "uint8")
-            facts["encoder"], facts["stack"] = config.frame_encoder, config.frame_stack
-        return (cls(**facts),)
 
     @property
     def size(self) -> int:
@@ -95,6 +84,24 @@ class InputColumn(BaseModel):
     def features(self, hidden_size: int) -> int:
         """Return the number of elements that it becomes in the model's state."""
         return self.stack * self.size if self.encoder == "none" else hidden_size
+
+
+def column_facts(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the columns of a configuration: all, or a single one by its ``frame_shape``, if any.
+
+    A ``frame_stack`` is of all that hold frames.
+    """
+    shape, stack = config.get("frame_shape"), config.get("frame_stack")
+    single = {"name": "", "shape": shape or (config.get("state_dim"),)}
+    if shape:
+        single["frames"] = config.get("frame_dtype", "uint8")
+        single["encoder"] = config.get("frame_encoder", "none")
+    several = config.get("columns") or config.get("observations") or [single]
+    columns = [dict(column) for column in several]
+    for column in columns:
+        if column.get("frames") and stack is not None:
+            column["stack"] = stack
+    return columns
 
 
 class ColumnEncoder(nn.Module):

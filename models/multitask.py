@@ -23,6 +23,7 @@ from transformers import DecisionTransformerConfig
 from gear_offline.core.text import first_line
 from gear_offline.errors import InputError
 from gear_offline.models.base import ModelTask, SequenceModel
+from gear_offline.models.encoders import InputColumn
 
 TASK_STD = 0.02  # of the initial embeddings, as the released class's own
 
@@ -102,7 +103,9 @@ def single_task(model: SequenceModel, name: str) -> Any:
     alone._modules = model._modules.copy()
     alone.config = config
     update: dict[str, object] = {"action_dim": task.action_dim, "tasks": ()}
-    update["state_dim"] = model.facts.state_dim if frames else task.state_dim
+    if not frames:
+        update["state_dim"] = task.state_dim
+        update["columns"] = (InputColumn(name="", shape=(task.state_dim,)),)
     alone.facts = model.facts.model_copy(update=update)
     alone.embed_task = None
     alone.embed_state = _cut(model.embed_state, inputs=config.state_dim)

@@ -469,11 +469,11 @@ class Policy:
 
 def _numbers(indices: npt.ArrayLike) -> Int64Array:
     """Return numbers of environments, each once; a mask has True for those that are meant."""
-    given = np.atleast_1d(np.asarray(indices))
-    chosen = np.flatnonzero(given) if given.dtype == np.bool_ else given.astype(np.int64)
+    values = np.atleast_1d(np.asarray(indices))
+    chosen = np.flatnonzero(values) if values.dtype == np.bool_ else values.astype(np.int64)
     is_once = len({*chosen.tolist()}) == len(chosen) and (chosen >= 0).all()
-    if given.size and (given.dtype.kind not in "biu" or not is_once):
-        what = f"{given} are no different numbers of environments from 0 on"
+    if values.size and (values.dtype.kind not in "biu" or not is_once):
+        what = f"{values} are no different numbers of environments from 0 on"
         raise InputError("MODEL", what, remedy="give whole numbers, each once, or a mask")
     return chosen
 

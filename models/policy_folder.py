@@ -11,7 +11,6 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -28,7 +27,7 @@ from gear_offline.core.text import LEAST, first_line, interval_text, printable, 
 from gear_offline.errors import InputError, is_out_of_memory
 from gear_offline.models.base import MODELS, ModelTask, SequenceModel, remade
 from gear_offline.models.decision_transformer import DecisionTransformer, DecisionTransformerConfig
-from gear_offline.models.encoders import InputColumn, Size
+from gear_offline.models.encoders import InputColumn, Size, column_facts
 from gear_offline.models.tensor_file import FileFacts, file_facts, write_tensors
 from gear_offline.tables.fields import Window
 
@@ -147,17 +146,12 @@ class ModelConfig(BaseModel):
     def _check(self) -> Self:
         if self.hidden_size % self.n_head:
             raise ValueError("n_head does not divide hidden_size")
-        if self.observations is not None:
-            widths = [column.features(self.hidden_size) for column in self.observations]
-            if sum(widths) != self.state_dim or self.frame_shape or self.goals or self.tasks:
-                raise ValueError("observations are not those of the states")
-            return self
-        pixels = self.frame_stack * prod(self.frame_shape)
-        is_plain = self.frame_encoder == "none"
-        if is_plain and self.frame_shape and pixels != self.state_dim:
-            raise ValueError("frame_shape is not that of the states")
-        if not (is_plain or self.frame_shape):
-            raise ValueError("an encoder needs frame_shape")
+        facts = column_facts(self.model_dump(exclude_unset=True))
+        widths = [InputColumn.model_validate(f).features(self.hidden_size) for f in facts]
+        unfit = self.goals or self.tasks if len(facts) > 1 else False
+        unfit = unfit or (self.frame_encoder != "none" and not self.frame_shape)
+        if unfit or sum(widths) != self.state_dim:
+            raise ValueError("state_dim is not that of frame_shape or observations")
         return self
 
     def build(self) -> DecisionTransformer:

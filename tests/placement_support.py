@@ -1,6 +1,7 @@
 """GPUs of this process: their memory is ordinary memory, so that addresses can be followed."""
 
 import ctypes
+import json
 from contextlib import AbstractContextManager, nullcontext
 from threading import Barrier, Thread
 from types import SimpleNamespace
@@ -116,7 +117,7 @@ def place_all(
 
     def run(rank: int) -> None:
         def gather(value: Any) -> list[Any]:
-            words[rank] = value
+            words[rank] = json.loads(json.dumps(value))  # as a world sends it
             barrier.wait()
             answers = list(words)
             barrier.wait()

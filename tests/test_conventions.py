@@ -377,8 +377,11 @@ def test_the_value_of_a_flag_in_memory(tmp_path: Path) -> None:
     assert "--rule" not in caught.value.remedy
 
 
-def test_ids_of_text_are_told(tmp_path: Path) -> None:
-    path = npz(tmp_path, STEPS | {"id": np.char.add("ep", EPISODE.astype(str))})
+def test_ids_of_text(tmp_path: Path) -> None:
+    ids = np.char.add("ep", EPISODE.astype(str))
+    dataset = converted(npz(tmp_path, STEPS | {"id": ids}), tmp_path / "d", ends="ids:id")
+    assert dataset.episodes.lengths.tolist() == np.unique(EPISODE, return_counts=True)[1].tolist()
+    path = hdf5(tmp_path, STEPS | {"id": ids.astype("S")})
     with one_error("COLUMN", "id is .*, and ids:id asks for numbers"):
         go.convert(path, tmp_path / "d", ends="ids:id", quiet=True)
 

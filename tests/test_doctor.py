@@ -25,7 +25,7 @@ GPU = {"name": "NVIDIA H200", "memory_bytes": 1, "capability": "9.0"}
 
 
 def here(**found: Any) -> Probe:
-    return Probe(True, found=found)
+    return Probe(True, facts=found)
 
 
 def diagnosis_with(
@@ -125,4 +125,4 @@ def test_an_attempt_that_fails_is_a_reason() -> None:
     }.items():
         found = probe(code, seconds=1 if "sleep" in code else 60)
         assert not found.works and found.reason == reason
-    assert probe("print('noise'); found = {'a': 1}").found == {"a": 1}
+    assert probe("print('noise'); facts = {'a': 1}").facts == {"a": 1}

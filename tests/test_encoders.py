@@ -168,9 +168,9 @@ def test_auto_and_what_is_refused() -> None:
         ({"frame_shape": (20, 31), "state_dim": 20 * 31}, "too small for the cnn"),
         ({"frame_shape": (7, 13), "state_dim": 91, "encoder": "patch"}, "no patches"),
         ({"frame_shape": (83, 41), "state_dim": 83 * 41, "encoder": "patch"}, "no patches"),
-        ({"frame_shape": (84, 84), "state_dim": 84}, "do not make frames"),
-        ({"encoder": "vit"}, "no encoder 'vit'"),
-        ({"frame_stack": 0}, "less than 1"),
+        ({"frame_shape": (84, 84), "state_dim": 84}, "do not make a state of 84"),
+        ({"encoder": "vit"}, "Input should be 'auto', .*model.encoder"),
+        ({"frame_stack": 0}, "greater than or equal to 1"),
     ):
         with one_error("MODEL", said) as caught:
             model_of_frames(**changes)
@@ -234,5 +234,5 @@ def test_recipes_that_do_not_fit_frames(dataset: Dataset) -> None:
             resolve(recipe_for(dataset, override), dataset, quiet=True)
         assert override.partition("=")[0] in str(caught.value), "as the recipe names it"
     resolved, sizes = resolve(recipe_for(dataset), dataset, quiet=True)
-    assert sizes.frame_shape == (SIZE, SIZE) and sizes.state_dim == SIZE * SIZE
+    assert sizes.columns[0].shape == (SIZE, SIZE) and sizes.state_dim == SIZE * SIZE
     assert resolved.loader.frame_stack == 2 and not resolved.model.action_tanh

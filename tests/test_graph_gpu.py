@@ -14,6 +14,7 @@ from gear_offline.dataset.dataset import open_dataset
 from gear_offline.kernels.relu_linear import relu_linear
 from gear_offline.loaders import static_batch
 from gear_offline.models.base import ModelSizes
+from gear_offline.models.encoders import InputColumn
 from gear_offline.training.learner import Learner
 from gear_offline.training.model import data_sizes
 from tests.gpu_support import INDUCTOR, NEEDS_CUPY, ON_GPU, STEPS, losses
@@ -144,7 +145,8 @@ def test_frames_are_trained_on(
     monkeypatch.setattr(static_batch, "AHEAD_BYTES", 0)  # from host memory: a step ahead
     lengths = [30, 7, 44, 12]
     frames = make_dataset(tmp_path, lengths, columns=image_columns(sum(lengths), (84, 84)))
-    sizes = ModelSizes(state_dim=84 * 84, action_dim=4, discrete=True, frame_shape=(84, 84))
+    camera = InputColumn(name="", shape=(84, 84), frames="uint8")
+    sizes = ModelSizes(state_dim=84 * 84, action_dim=4, discrete=True, columns=(camera,))
 
     model = ("model.hidden_size=32", "model.layers=1", "model.action_tanh=false")
     kind = ("loader.frame_stack=4", "loader.normalize_states=false", f"model.encoder={encoder}")

@@ -1,5 +1,6 @@
 """Models, strategies and environments of somebody else's files, through every door."""
 
+import json
 import os
 import runpy
 import sys
@@ -593,12 +594,27 @@ def test_a_perceptron_sees_bytes_of_frames_as_shares() -> None:
         InputColumn(name="camera", shape=(2, 2), frames="uint8"),
         InputColumn(name="at", shape=(3,)),
     )
-    facts = ModelFacts(state_dim=7, action_dim=2, observations=columns)
+    facts = ModelFacts(state_dim=7, action_dim=2, columns=columns)
     model = MLP(facts, MLPSettings(action_tanh=False)).eval()
     camera, at = torch.randint(0, 256, (2, 4, 2, 2), dtype=torch.uint8), torch.randn(2, 4, 3)
     batch = SimpleNamespace(states={"camera": camera, "at": at}, attention_mask=torch.ones(2, 4))
     expected = model.layers(torch.cat([camera.flatten(2) / 255.0, at], -1))
     torch.testing.assert_close(model.predict(batch), expected)
+
+
+def test_facts_of_earlier_files_are_read() -> None:
+    """They said frames of a single column by keys of its own, of vectors nothing."""
+    camera = {"name": "camera", "shape": [2, 3], "frames": "uint8", "stack": 1, "encoder": "none"}
+    single: dict[str, Any] = {"frame_shape": [2, 3], "frame_dtype": "float32", "frame_stack": 4}
+    none: dict[str, Any] = {"frame_shape": [], "frame_dtype": "uint8", "frame_stack": 1}
+    for keys, column in (
+        ({**single, "observations": []}, ("", (2, 3), "float32", 4)),
+        ({**none, "observations": []}, ("", (6,), None, 1)),
+        ({**none, "frame_stack": 2, "observations": [camera]}, ("camera", (2, 3), "uint8", 2)),
+    ):
+        text = json.dumps({"state_dim": 6, "action_dim": 2, "tasks": [], **keys})
+        (read,) = ModelFacts.model_validate_json(text).columns
+        assert (read.name, read.shape, read.frames, read.stack) == column
 
 
 def test_a_perceptron_may_begin_and_bend_as_those_of_jax_do() -> None:

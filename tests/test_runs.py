@@ -7,7 +7,6 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from gear_offline.cli.main import main
 from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import GearError
 from gear_offline.runs.loop import TrainingInterrupted
-from gear_offline.runs.run import EvaluateOptions
 from gear_offline.training.json_lines import read_records
 from tests.support import Captured, Patch, one_error
 from tests.training_support import learnt, tiny_recipe
@@ -62,11 +60,6 @@ def test_a_run_acts_and_is_evaluated(whole: Path, tmp_path: Path) -> None:
         assert mine.equal(other)
     report = run.evaluate(episodes=1, targets=5.0, out=tmp_path / "found.json", quiet=True)
     assert report.step == 20 and (tmp_path / "found.json").is_file()
-
-
-def test_a_run_names_the_options_of_its_evaluation() -> None:
-    """Editors and type checkers know them."""
-    assert ["run", *EvaluateOptions.__annotations__] == [*signature(go.evaluate).parameters]
 
 
 def test_a_damaged_run_is_shown_as_such(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import h5py
 import numpy as np
 import pyarrow as pa
+import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 
@@ -87,6 +88,18 @@ def parquet_rows(path: Path, episodes: list[Episode]) -> Any:
         table.append_column("note", [["text"] * len(rows)]), path / "x.parquet", row_group_size=7
     )
     return path / "x.parquet"
+
+
+def arrow(written: Path, suffix: str) -> Path:
+    table = pq.read_table(written)
+    path = written.with_suffix(suffix)
+    if suffix == ".feather":
+        feather.write_feather(table, path, chunksize=3)
+    else:  # as Hugging Face's datasets
+        with pa.ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table, max_chunksize=3)
+    written.unlink()
+    return path
 
 
 EVERY_CHUNK = {"write_empty_chunks": True}  # of zeros too
@@ -222,6 +235,10 @@ LAYOUTS: dict[str, Callable[[Path], Made]] = {
     "parquet": lambda path: Made(parquet(path, played()), "parquet", played(), ENDS),
     "parquet-rows": lambda path: Made(
         parquet_rows(path, played()), "parquet-rows", played(), ENDS, EITHER
+    ),
+    "arrow": lambda path: Made(arrow(parquet(path, played()), ".arrow"), "arrow", played(), ENDS),
+    "arrow-rows": lambda path: Made(
+        arrow(parquet_rows(path, played()), ".feather"), "arrow-rows", played(), ENDS, EITHER
     ),
     "robomimic": demonstrations,
     "maniskill": maniskill,

@@ -9,8 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from gear_offline.sources import open_source
-from tests.support import hopper_columns, refused
+from gear_offline.convert.conversion import convert
+from gear_offline.dataset.dataset import open_dataset
+from gear_offline.sources import from_arrays, open_source
+from tests.support import hopper_columns, one_error, refused
 
 LENGTHS = (5, 9, 4, 7)
 Episodes = dict[str, list[Any]]  # a list an episode
@@ -71,7 +73,7 @@ def test_other_names_types_and_columns(tmp_path: Path) -> None:
 BAD: dict[str, tuple[str, int, Any, str]] = {  # what is wrong, and what is said of it
     "ragged": ("actions", 0, [[1.0] * 3] * 4 + [[1.0]], "different widths"),
     "wider": ("actions", 3, [[1.0] * 4] * 7, "different widths"),
-    "null": ("rewards", 2, [None] * 4, "missing (null)"),
+    "null": ("dones", 2, [None] * 4, "missing (null)"),
     "null step": ("actions", 0, [None] * 5, "missing"),
     "null episode": ("actions", 2, None, "without steps"),
     "null observations": ("observations", 2, None, "as long as"),
@@ -156,3 +158,76 @@ def test_observations_of_one_step_more(tmp_path: Path) -> None:
     rows["obs"][2].append([1.0] * 11)
     write(path, rows, schema)
     refused(path, "SOURCE_LAYOUT", "as long as", names={"observations": "obs"})
+
+
+def steps_table(ids: Any, **others: Any) -> Any:
+    count = len(ids)
+    columns: dict[str, Any] = {"observations": np.arange(count * 2.0).reshape(count, 2).tolist()}
+    columns |= {"actions": [[0.5]] * count, "rewards": np.arange(float(count)), "episode_id": ids}
+    return pa.table(columns | others)
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.dictionary(pa.int32(), pa.string())])
+def test_ids_of_text(tmp_path: Path, kind: Any) -> None:
+    ids = ["run-b"] * 4 + ["run-a"] * 3 + ["run-c"]
+    path = tmp_path / "x.parquet"
+    pq.write_table(steps_table(pa.array(ids, kind)), path, row_group_size=3)
+    refused(path, "COLUMN", "give --ends ids:episode_id")
+    with open_source(path, rule="ids:episode_id") as source:
+        assert source.episodes.lengths.tolist() == [4, 3, 1]
+    refused(path, "COLUMN", "episode_id is text", rule="first:episode_id")
+    pq.write_table(steps_table(pa.array([*ids[:6], None, "b"], kind)), path)
+    refused(path, "SOURCE_LAYOUT", "1 value missing", rule="ids:episode_id")
+    pq.write_table(steps_table(pa.array([*ids[4:], *ids[:4], "run-a"][::-1], kind)), path)
+    refused(path, "SOURCE_LAYOUT", "has an id again", rule="ids:episode_id")
+    columns = {"observations": np.zeros((8, 2)), "actions": np.zeros((8, 1)), "who": ids}
+    source = from_arrays(columns, rule="ids:who")
+    assert source.episodes.lengths.tolist() == [4, 3, 1] and "who" not in source.spec
+    with one_error("SOURCE_LAYOUT", "who has 7 rows, and ids:who asks for 8"):
+        from_arrays(columns | {"who": ids[1:]}, rule="ids:who")
+
+
+def test_missing_floats_are_nan_and_tensors_have_their_shape(tmp_path: Path) -> None:
+    frames = np.arange(5 * 12, dtype=np.float32).reshape(5, 3, 4)
+    values = pa.array([0.5, None, 2.0, 3.0, None])
+    tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(frames)
+    table = steps_table([0, 0, 1, 1, 1], rewards=values, observations=tensors)
+    pq.write_table(table, tmp_path / "x.parquet", row_group_size=2)
+    with open_source(tmp_path / "x.parquet", rule="ids:episode_id") as source:
+        np.testing.assert_array_equal(source.read("observations", 0, 5), frames)
+        np.testing.assert_array_equal(source.read("rewards", 0, 5), [0.5, np.nan, 2, 3, np.nan])
+        with one_error("COLUMN", "NaN"):
+            convert(source, tmp_path / "d", quiet=True)
+        convert(source, tmp_path / "d", allow_nonfinite=True, quiet=True)
+    assert np.isnan(open_dataset(tmp_path / "d").read("rewards", 0, 5)).sum() == 2
+    kind = pa.fixed_shape_tensor(pa.float32(), (3, 4), permutation=[1, 0])
+    turned = pa.ExtensionArray.from_storage(kind, tensors.storage)
+    pq.write_table(steps_table([0] * 5, observations=turned), tmp_path / "x.parquet")
+    refused(tmp_path / "x.parquet", "SOURCE_LAYOUT", "another order", rule="none")
+
+
+def test_folders_of_hugging_face_on_disk(tmp_path: Path) -> None:
+    for folder, ids in (("train", [0, 0, 1]), ("train", [2, 3]), ("test", [9])):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        count = len([*(tmp_path / folder).iterdir()])
+        table = steps_table(ids)
+        path = tmp_path / folder / f"data-0000{count}-of-00002.arrow"
+        with pa.ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table)
+    (tmp_path / "dataset_dict.json").write_text("{}")
+    with open_source(tmp_path, rule="ids:episode_id") as source:
+        assert source.episodes.lengths.tolist() == [2, 1, 1, 1]
+        assert (
+            "test left out: convert them apart, or go.join_sources takes all"
+            in source.info.attributes["warnings"]
+        )
+
+
+def test_counters_that_fall_inside_episodes_are_told(tmp_path: Path) -> None:
+    order = [0, 2, 1, 3, 4, 6, 5]  # as of a table that another program has put in some order
+    table = steps_table([0, 0, 0, 0, 1, 1, 1], step=[0, 1, 2, 3, 0, 1, 2])
+    for rows, told in ((range(7), 0), (order, 2)):
+        pq.write_table(table.take(pa.array(rows)), tmp_path / "x.parquet")
+        with open_source(tmp_path / "x.parquet", rule="ids:episode_id") as source:
+            warnings = " ".join(source.info.attributes["warnings"])
+        assert (f"step falls at {told} steps inside episodes" in warnings) == bool(told)

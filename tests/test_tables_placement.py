@@ -138,12 +138,12 @@ def test_nodes_may_decide_differently() -> None:
     assert all(isinstance(r, PlacedTable) and r.hbm_bytes == need for r in roomy)
 
 
-def test_a_gpu_that_fails_is_told_to_its_node_and_hangs_nobody() -> None:
+def test_a_gpu_that_fails_is_told_to_all_and_hangs_nobody() -> None:
     table = make_table([5, 9, 3])
     memories = [FakeMemory(), FakeMemory(refuse="malloc"), FakeMemory(), FakeMemory()]
     results = place_all(table, memories, [0, 0, 1, 1], placement="peer")
     codes = [result.code if isinstance(result, GearError) else "" for result in results]
-    assert codes == ["RANK_FAILED", "MEMORY", "", ""]
+    assert codes == ["RANK_FAILED", "MEMORY", "RANK_FAILED", "RANK_FAILED"]
     unlinked = [FakeMemory(refuse="ipcOpenMemHandle") for _ in range(2)]
     results = place_all(table, unlinked, [0, 0], placement="peer")
     assert [r.code for r in results if isinstance(r, GearError)] == ["DEVICE", "DEVICE"]

@@ -85,7 +85,7 @@ def compare_strategies(
         raise InputError("USAGE", what, remedy="leave out --train to see what strategies draw")
     check_folder(folder, output=folder)  # before anything is drawn
     dataset = prepare_dataset(whole, quiet=quiet)
-    comparison = _drawn(whole, candidates, dataset, quiet=quiet)
+    comparison = _measured(whole, candidates, dataset, quiet=quiet)
     if train:
         pairs = zip(candidates, comparison.strategies, strict=True)
         usable = [candidate for candidate, row in pairs if row.draws is not None]
@@ -107,7 +107,7 @@ def _with_outcomes(comparison: Comparison, sweep: SweepResult) -> Comparison:
     return replace(comparison, metric=metric, outcomes=tuple(results), verdict=verdict)
 
 
-def _drawn(
+def _measured(
     recipe: Recipe, candidates: Sequence[Candidate], dataset: TableData, *, quiet: bool
 ) -> Comparison:
     """Measure what candidates draw; one that cannot run on the data is named with the reason."""
@@ -127,8 +127,8 @@ def _drawn(
                 rows.append(replace(candidate, error=error.message))
                 progress.update((place + 1) * batches)
     verdict = "None of the strategies can run on these data."
-    if drawn := sorted((row.draws.mean_return, row.label) for row in rows if row.draws):
-        low, high = (f"{short(value)} ({label})" for value, label in (drawn[0], drawn[-1]))
+    if means := sorted((row.draws.mean_return, row.label) for row in rows if row.draws):
+        low, high = (f"{short(value)} ({label})" for value, label in (means[0], means[-1]))
         verdict = f"Mean return of the episodes drawn: {low} to {high}; of the data, weighted by "
         verdict += f"length, {short(data.mean_return)}."
     return Comparison(
@@ -145,17 +145,17 @@ def _drawn(
 
 
 def _trials(recipe: Recipe, candidates: Sequence[Candidate], seeds: Sequence[int]) -> list[Trial]:
-    """Return the trials, seed by seed, so that one that is cut short has whole seeds."""
+    """Return the trials, seed by seed: a sweep that is stopped early has complete seeds."""
     trials = []
     for seed, candidate in itertools.product(seeds, candidates):
         selection = {"strategy": candidate.strategy, **candidate.options}
-        # the side of the padding is a part of some implementations' strategies
+        # some strategies fix the side of the padding
         side = find_strategy(candidate.strategy).padding or recipe.loader.padding
         settings: dict[str, Any] = {"selection": selection, "loader.padding": side}
         if candidate is not candidates[0]:
             for task in recipe.data.tasks or ():
                 settings[f"data.tasks.{task}.selection"] = None
-        whole = load_recipe(recipe, {**settings, "seed": seed})
+        resolved = load_recipe(recipe, {**settings, "seed": seed})
         name, label = trial_name(candidate.label, seed), candidate.label
-        trials.append(Trial(name=name, label=label, recipe=whole, settings=settings))
+        trials.append(Trial(name=name, label=label, recipe=resolved, settings=settings))
     return trials

@@ -35,15 +35,12 @@ from gear_offline.evaluation.environments import (
 )
 from gear_offline.workers import Caller, WorkerPool
 
-# First element of a stream's path: what the stream is for.
-TRAIN, EVALUATE, RECORD = 1, 2, 3
-
-
-# A stream's path is a spawn key: unlike as entropy, it differs from the same path with a 0 behind.
+TRAIN, EVALUATE, RECORD = 1, 2, 3  # the first element of a stream's path: its purpose
 
 
 def stream(seed: int, *path: int) -> np.random.Generator:
     """Return the random generator at `path`; equal arguments give equal draws."""
+    # a spawn key: unlike entropy, it differs from the same path with a 0 behind
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=path)))
 
 
@@ -140,10 +137,8 @@ class Player(Closing):
         self._environment, self.facts = environment, environment.facts
         self._data, facts = simulator_data(environment), self.facts
         if not np.isfinite([facts.low, facts.high]).all():
-            what, remedy = (
-                "its actions have no bounds",
-                "give its action_space finite bounds in a wrapper",
-            )
+            remedy = "give its action_space finite bounds in a wrapper"
+            what = "its actions have no bounds"
             raise InputError("ENVIRONMENT", what, facts.environment_id, remedy)
 
     def play(self, plan: EpisodePlan) -> Episode:

@@ -108,8 +108,8 @@ def lost_recipe(run: Path) -> InputError:
 
 def is_of_run(path: Path) -> bool:
     """Return true for the recipe that a run has written, of which nobody has typed a word."""
-    beside = ("metrics.jsonl", "checkpoints", LOCK)
-    return path.name == "recipe.yaml" and any((path.parent / name).exists() for name in beside)
+    markers = ("metrics.jsonl", "checkpoints", LOCK)
+    return path.name == "recipe.yaml" and any((path.parent / name).exists() for name in markers)
 
 
 def with_bases(path: Path, depth: int = 0) -> dict[str, Any]:

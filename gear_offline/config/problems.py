@@ -105,8 +105,8 @@ def _place(problem: Any) -> list[str]:
 
 def problem_text(problem: Any) -> str:
     """Word pydantic's problem with a value: its place, what it must be, what it is."""
-    reason = problem.get("ctx", {}).get("error")
-    text = reason.what if isinstance(reason, InputError) else problem["msg"]
+    cause = problem.get("ctx", {}).get("error")
+    text = cause.what if isinstance(cause, InputError) else problem["msg"]
     message = text.removeprefix("Value error, ").partition(" or instance of ")[0]
     for term, plain in _WORDS.items():
         message = message.replace(term, plain)

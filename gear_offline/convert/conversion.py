@@ -70,6 +70,7 @@ from gear_offline.sources.edit import (
     keep_episodes,
     shift_source,
 )
+from gear_offline.sources.flags import PADDED
 from gear_offline.sources.flat import REQUIRED
 from gear_offline.sources.input_files import InputFile
 from gear_offline.sources.plausible import late_rows, odd_episodes
@@ -538,7 +539,7 @@ def _pick_columns(
             raise InputError("COLUMN", what, uri, "rename the column, or leave it out")
         if column.name == REWARDS and (math.prod(column.shape) != 1 or column.dtype.kind == "c"):
             what = f"rewards are {column.dtype} of per-step shape {column.shape}"
-            raise InputError("COLUMN", what, uri, "store one real number per step")
+            raise InputError("COLUMN", what, uri, f"store one real number per step{PADDED}")
     width = sum(math.prod(c.shape) for c in picked)
     if width > MAX_WIDTH:
         widest = max(picked, key=lambda c: math.prod(c.shape)).name

@@ -72,9 +72,9 @@ def is_part(name: object) -> bool:
 def is_same(name: Any, other: Any) -> bool:
     """Return true for two names of one part, whose file may have moved; or for what is equal."""
     names = part_name(name), part_name(other)
-    parts = [one for one in names if is_part(one)]
-    bare = [one.rpartition(":")[2] if is_part(one) else one for one in names]
-    digests = {digest_of(one) for one in parts} - {""}  # of what is there
+    parts = [each for each in names if is_part(each)]
+    bare = [each.rpartition(":")[2] if is_part(each) else each for each in names]
+    digests = {digest_of(part) for part in parts} - {""}  # of what is there
     return names[0] == names[1] or bool(parts and bare[0] == bare[1] and len(digests) < 2)
 
 
@@ -228,15 +228,15 @@ def check_admitted(kind: Kind, name: str) -> None:
 def _attribute(kind: Kind, name: str) -> Any:
     place, _, path = name.rpartition(":")
     module = part_module(kind, name)
-    found: Any = module
+    value: Any = module
     for part in path.split("."):
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             near = difflib.get_close_matches(part, list(vars(module)), n=1)
             what = f"{place} has no {part!r}" + (f", did you mean {near[0]!r}?" if near else "")
             remedy = f"write {kind.option}=FILE.py:Name or package.module:Name"
             raise InputError(kind.code, what, kind.option, remedy)
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def part_module(kind: Kind, name: str) -> ModuleType:
@@ -335,13 +335,13 @@ def part_error(
     kind: Kind, what: str, name: str, error: BaseException, remedy: str = ""
 ) -> InputError:
     """Return the error of what a part raises, with the lines of its own files."""
-    told = f"{what} raised {type(error).__name__}: {first_line(error)}"
+    text = f"{what} raised {type(error).__name__}: {first_line(error)}"
     lines = own_lines(error)
-    told += f", at {', from '.join(lines)}" if lines else ""
+    text += f", at {', from '.join(lines)}" if lines else ""
     if not remedy and not lines and isinstance(error, ImportError):
         remedy = "put the folder of a module on PYTHONPATH, or name a file: "
         remedy += f"{kind.option}=FILE.py:Name"
-    return InputError(kind.code, told, name, remedy or ("mend it there" if lines else "mend it"))
+    return InputError(kind.code, text, name, remedy or ("mend it there" if lines else "mend it"))
 
 
 def own_lines(error: BaseException, libraries: tuple[str, ...] = ()) -> list[str]:

@@ -196,7 +196,7 @@ class GrowingDataset(Closing):
     def _admit(
         self, step: int, first: int, may_admit: Callable[[int, int], bool], most: int | None = None
     ) -> int:
-        """Admit at most so many pieces; return how many cannot come together."""
+        """Admit at most so many pieces; return the number of those that do not fit together."""
         lines, number = list[Admission](), len(self.dataset.manifest.shards)
         behind = len(self.dataset) - first
         for path in self._waiting():

@@ -8,33 +8,11 @@ RDMA reads (`rdma`, which does not import torch).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any
 
-from gear_offline.errors import GearError, InputError
+from gear_offline.errors import InputError
 
 # Environment variable: the network interface of this node for everything that crosses nodes.
 INTERFACE_VARIABLE = "GEAR_OFFLINE_INTERFACE"
-
-
-def together(gather: Callable[[Any], list[Any]], make: Callable[[], Any]) -> list[Any]:
-    """Return the JSON-able results of `make` on all ranks; an error of one is one of all.
-
-    `gather` returns every rank's value, in the order of ranks, as `World.gather` does.
-    """
-    result, error = None, None
-    try:
-        result = make()
-    except GearError as caught:
-        error = caught
-    answers = gather([error and error.what, result])
-    if error is not None:
-        raise error
-    for rank, (failure, _) in enumerate(answers):
-        if failure is not None:
-            what, remedy = f"rank {rank} failed: {failure}", "see its own message"
-            raise GearError("RANK_FAILED", what, remedy=remedy)
-    return [answer for _, answer in answers]
 
 
 def launched() -> tuple[int, int]:

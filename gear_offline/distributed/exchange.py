@@ -22,7 +22,7 @@ from gear_offline.core.text import say
 from gear_offline.distributed.rdma import Endpoint, RdmaExchange
 from gear_offline.distributed.reads import NodeRows, Reads, as_bytes, ranges
 from gear_offline.distributed.world import World, rank_lost
-from gear_offline.errors import GearError, UnavailableError
+from gear_offline.errors import GearError, UnavailableError, together
 
 if TYPE_CHECKING:
     from gear_offline.kernels.gather_gpu import GpuGather
@@ -83,7 +83,7 @@ def open_exchange(
     ]
     assert widths[0] == widths[1], "rows of one shape"
     assert len({len(rows) for rows in landing}) == 1, "as many landing rows in every column group"
-    missing = list[str]()
+    reasons = list[str]()
     if road in ("auto", "nccl"):
         why = _why_no_nccl(world, engine)
         if engine is not None and why is None:
@@ -91,19 +91,22 @@ def open_exchange(
 
             _say(world, "NCCL, from GPU to GPU", ["every rank has a GPU of its own"])
             return NcclExchange(engine, world, span=span, windows=windows)
-        missing.append(f"no NCCL: {why}")
+        reasons.append(f"no NCCL: {why}")
         if road == "nccl":
-            remedy = "use loader.exchange=auto"
-            raise UnavailableError("EXCHANGE", missing[0], remedy=remedy)
+            raise UnavailableError("EXCHANGE", reasons[0], remedy="use loader.exchange=auto")
     if engine is not None:
         engine.reads_host = True  # what has landed
     if road in ("auto", "rdma"):
-        endpoint, why = _open_endpoints(world, must=road == "rdma")
-        if endpoint is not None:
-            _say(world, "RDMA reads", [*missing, why])
+        try:
+            endpoint = _open_endpoint(world)
+        except GearError as error:
+            if road == "rdma" or error.code == "RANK_LOST":
+                raise
+            reasons.append(f"no RDMA: {error.what}")
+        else:
+            _say(world, "RDMA reads", [*reasons, f"every rank can; here {endpoint.describe()}"])
             return RdmaExchange(node_rows, landing, world, endpoint)
-        missing.append(why)
-    _say(world, "collectives of gloo", missing or ["exchange=gloo"])
+    _say(world, "collectives of gloo", reasons or ["exchange=gloo"])
     return CollectiveExchange(node_rows, landing, world)
 
 
@@ -127,25 +130,16 @@ def _why_no_nccl(world: World, engine: GpuGather | None) -> str | None:
     return None
 
 
-def _open_endpoints(world: World, *, must: bool) -> tuple[Endpoint | None, str]:
-    """Return this rank's RDMA endpoint, or None if a rank has none, and the reason."""
-    endpoint: Endpoint | None = None
-    problem: GearError | None = None
+def _open_endpoint(world: World) -> Endpoint:
+    """Return this rank's RDMA endpoint; what one rank lacks is an error on all."""
+    opened = list[Endpoint]()
     try:
-        endpoint = Endpoint.open(timeout=world.timeout)
-    except UnavailableError as error:
-        problem = error
-    problems = world.gather(None if problem is None else problem.what)
-    missing = [(rank, what) for rank, what in enumerate(problems) if what is not None]
-    if endpoint is not None and not missing:
-        return endpoint, f"every rank can; here {endpoint.describe()}"
-    if endpoint is not None:
-        endpoint.close()
-    rank, why = missing[0]
-    if not must:
-        return None, f"no RDMA at rank {rank}: {why}"
-    what, remedy = f"rank {rank} cannot use RDMA: {why}", "use loader.exchange=auto"
-    raise problem or UnavailableError("EXCHANGE", what, remedy=f"{remedy}, or mend that node")
+        together(world.gather, lambda: opened.append(Endpoint.open(timeout=world.timeout)))
+    except GearError:
+        for endpoint in opened:
+            endpoint.close()
+        raise
+    return opened[0]
 
 
 class CollectiveExchange:

@@ -27,9 +27,9 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
-from gear_offline.distributed import INTERFACE_VARIABLE, together
+from gear_offline.distributed import INTERFACE_VARIABLE
 from gear_offline.distributed.reads import NodeRows, Reads, as_bytes
-from gear_offline.errors import GearError, UnavailableError
+from gear_offline.errors import GearError, UnavailableError, together
 
 DEVICES = Path("/sys/class/infiniband")
 IN_FLIGHT = 1024  # reads of one rank, where the device allows it

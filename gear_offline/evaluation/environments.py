@@ -176,7 +176,7 @@ class Environment(Closing):
         """Begin an episode; return its first observation and info."""
         result = self.call("reset", seed=seed, options=options)
         if not isinstance(result, tuple) or len(result) != 2:
-            raise self.odd("what reset() gave", result, RESET)
+            raise self.misfit("what reset() gave", result, RESET)
         seen, info = result
         return self.observation("an observation", seen), self._info(info)
 
@@ -184,7 +184,7 @@ class Environment(Closing):
         """Act as `EnvironmentFacts.bounded` gives it; the observation is a copy."""
         result = self.call("step", self.facts.shaped(action.copy()))  # it may keep the action
         if not isinstance(result, tuple) or len(result) != 5:
-            raise self.odd("what step() gave", result, STEP)
+            raise self.misfit("what step() gave", result, STEP)
         seen, reward, terminated, truncated, info = result
         ends = self._flag("terminated", terminated), self._flag("truncated", truncated)
         seen = self.observation("an observation", seen, is_last=any(ends))
@@ -197,7 +197,7 @@ class Environment(Closing):
             try:
                 part = reduce(getitem, path, value)
             except (KeyError, IndexError, TypeError) as error:
-                raise self.odd(name, value, f"one that has {path}") from error
+                raise self.misfit(name, value, f"one that has {path}") from error
             if not path:
                 return self._leaf(name, part, space, is_last=is_last)
             record[field] = self._leaf(f"{name} [{field}]", part, space, is_last=is_last)
@@ -208,10 +208,10 @@ class Environment(Closing):
         if space.dtype.kind != "f":
             seen = raw.astype(space.dtype, copy=False)
             if not np.array_equal(seen, raw):
-                raise self.odd(name, raw, space)
+                raise self.misfit(name, raw, space)
         if not isinstance(space, gymnasium.spaces.Box):
             if not space.contains(seen):
-                raise self.odd(name, raw, f"of {space}")
+                raise self.misfit(name, raw, f"of {space}")
             return np.asarray(gymnasium.spaces.flatten(space, seen), np.float32)
         if seen.dtype.kind == "f" and not is_last and not np.isfinite(seen).all():
             raise not_finite(name, self._id)
@@ -225,7 +225,7 @@ class Environment(Closing):
             raise not_finite(name, self._id)
         return float(value)
 
-    def told(self, info: Options, name: str) -> Any:
+    def goal_fact(self, info: Options, name: str) -> Any:
         """Return the goal of an episode, or whether it is reached."""
         if name not in info:
             what, remedy = f"it gives no info[{name!r}]", "goals need an environment like OGBench's"
@@ -238,24 +238,24 @@ class Environment(Closing):
             return value
         flag = self._array(name, value, ((), (1,)), "biu", "True or False").item()
         if flag not in (0, 1):
-            raise self.odd(name, value, "True or False")
+            raise self.misfit(name, value, "True or False")
         return bool(flag)
 
     def _info(self, value: Any) -> Options:
         if not isinstance(value, Mapping):
-            raise self.odd("info", value, "a dict")
+            raise self.misfit("info", value, "a dict")
         return value
 
     def _array(self, name: str, value: Any, shapes: Any, kinds: str, wanted: Any) -> Array:
         try:
             array = np.array(value)
         except Exception as error:  # a list of lists of several lengths
-            raise self.odd(name, value, wanted) from error
+            raise self.misfit(name, value, wanted) from error
         if array.shape not in shapes or array.dtype.kind not in kinds:
-            raise self.odd(name, array if array.dtype.kind in "biuf" else value, wanted)
+            raise self.misfit(name, array if array.dtype.kind in "biuf" else value, wanted)
         return array
 
-    def odd(self, name: str, value: Any, wanted: Any) -> InputError:
+    def misfit(self, name: str, value: Any, wanted: Any) -> InputError:
         """Return the error for a value that is not as it has to be: a text, or a space's."""
         if not isinstance(wanted, str):  # made here: a text for each step takes as long as a check
             wanted = f"{wanted.dtype} of shape {wanted.shape}"

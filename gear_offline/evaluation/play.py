@@ -189,8 +189,8 @@ class Stage(Closing):
 
     def drop(self, task: EvaluationTask) -> None:
         """Close the environments of a task."""
-        if (made := self._made.pop(task.kind, None)) is not None:
-            made.close()
+        if (environments := self._made.pop(task.kind, None)) is not None:
+            environments.close()
 
     def close(self) -> None:
         """Close all; whoever plays in them hears of it."""
@@ -404,11 +404,11 @@ def check_sizes(
     if (tuple(played), actions) != (wanted, (sizes.action_dim, sizes.discrete)):
         what = f"{name} has {_sizes_text(played, *actions)}, {whose} "
         what += _sizes_text(wanted, sizes.action_dim, sizes.discrete)
-        if any(one.size == 1 < other.size for one, other in zip(wanted, played, strict=True)):
+        if any(own.size == 1 < seen.size for own, seen in zip(wanted, played, strict=True)):
             remedy = "make one-hot vectors of numbers of choices (convert --map), or " + remedy
         raise InputError("ENVIRONMENT", what, "evaluate.environment", remedy)
-    if told := ", ".join(f"{new} is {old}" for new, old in matched.items() if old not in ("", new)):
-        say(f"observations of {name}: {told}", quiet=quiet)
+    renamed = [f"{new} is {old}" for new, old in matched.items() if old not in ("", new)]
+    say(f"observations of {name}: {', '.join(renamed)}", quiet=quiet or not renamed)
 
 
 def _sizes_text(columns: Sequence[InputColumn], actions: int, discrete: bool) -> str:
@@ -431,8 +431,8 @@ def asked_returns(targets: Sequence[float] | float) -> tuple[float, ...]:
 
 def known_to(tasks: Sequence[EvaluationTask]) -> list[Known]:
     """Describe the environments of `tasks` for another process, which learns them first."""
-    known = ((task, known_of(task.environment, task.environment_options)) for task in tasks)
-    return [made or Known(task.environment) for task, made in known]
+    names = ((task.environment, task.environment_options) for task in tasks)
+    return [known_of(name, options) or Known(name) for name, options in names]
 
 
 def play_job(
@@ -497,7 +497,7 @@ def joined(reports: Sequence[EvaluationReport], *, seconds: float) -> Evaluation
         targets = []
         for same in zip(*(part.targets for part in parts), strict=True):
             episodes = {
-                key: tuple(chain.from_iterable(getattr(one, key) for one in same))
+                key: tuple(chain.from_iterable(getattr(part, key) for part in same))
                 for key in ("returns", "lengths", "terminated")
             }
             targets.append(same[0].model_copy(update=episodes))

@@ -178,11 +178,11 @@ def _work(
             seed = int(slots["seed"][slot])
             observations[slot], info = environment.reset(seed=seed, options=options)
             if goals:
-                slots["goal"][slot] = environment.told(info, "goal")
+                slots["goal"][slot] = environment.goal_fact(info, "goal")
         elif todo[slot] == TO_STEP:
             seen, reward, ended, cut, info = environment.step(actions[slot])
             observations[slot] = seen
-            slots["reward"][slot] = environment.told(info, "success") if goals else reward
+            slots["reward"][slot] = environment.goal_fact(info, "success") if goals else reward
             slots["terminated"][slot], slots["truncated"][slot] = ended, cut
 
 

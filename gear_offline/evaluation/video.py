@@ -94,7 +94,7 @@ def _encoded(result: TaskResult, suffix: str, quiet: bool) -> bytes:
         options: dict[str, Any] = {"duration": 1000 * every / rate, "loop": 0}  # ms a frame, always
         if suffix == ".mp4":
             options = {"fps": rate / every, "macro_block_size": 2}
-        file, total = io.BytesIO(), sum(one.lengths[0] // every + 1 for one in result.targets)
+        file, total = io.BytesIO(), sum(t.lengths[0] // every + 1 for t in result.targets)
         writer: Any = imageio.v2.get_writer(file, format=FORMATS[suffix], mode="I", **options)
         with Progress(f"draw {name}", total=total, unit="frames", quiet=quiet) as progress, writer:
             for target in result.targets:
@@ -124,7 +124,7 @@ def _played(
             yield _frame(environment), text
         if step < len(target.actions):
             _, reward, _, _, info = environment.step(target.actions[step])
-            total = environment.told(info, "success") if task.goals else total + reward
+            total = environment.goal_fact(info, "success") if task.goals else total + reward
     if total != target.returns[0]:
         what = f"the same seed and actions gave {total:,.6g} and not {target.returns[0]:,.6g}"
         remedy = "an environment that does not repeat itself cannot be shown: seed its random "
@@ -159,7 +159,7 @@ def _frame(environment: Environment) -> npt.NDArray[np.uint8]:
     try:
         frame = np.asarray(environment.call("render"))
         if frame.ndim != 3 or frame.shape[2] != 3 or frame.dtype != np.uint8:
-            raise environment.odd("a picture", frame, "uint8 of shape (height, width, 3)")
+            raise environment.misfit("a picture", frame, "uint8 of shape (height, width, 3)")
         return frame
     except GearError as error:  # pygame, OpenGL and each simulator raise what they like
         what = f"the environment does not draw itself: {error.what}"

@@ -130,7 +130,7 @@ def model_size(recipe: Recipe, sizes: ModelSizes, segments: int) -> tuple[int, f
         columns = model.facts.columns
         states = {c.name: torch.zeros(1, 1, *[c.stack] * (c.stack > 1), *c.shape) for c in columns}
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            encoder(states if sizes.observations else states[""])
+            encoder(states if len(columns) > 1 else states[""])
         encoding = float(counter.get_total_flops())
     return sum(p.numel() for p in model.parameters()), encoding, model.flops(segments)
 

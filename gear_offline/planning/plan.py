@@ -17,6 +17,7 @@ from scipy.special import bdtrc
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.text import count_text, size_text
 from gear_offline.distributed.sharding import share_shards
+from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
 from gear_offline.loaders.static_batch import AHEAD_BYTES
 from gear_offline.planning.compute import StepCost, step_cost
@@ -51,11 +52,7 @@ class NodeLayout:
 def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]:
     """Return the prediction as one JSON-able document; the batch is that of the whole cluster."""
     batch, gpu, ranks = recipe.loader.batch_size, cluster.hardware.gpu, cluster.nodes * cluster.gpus
-    share, rest = divmod(batch, ranks)
-    if rest:
-        what = f"a batch of {batch} segments cannot be shared equally by {ranks} GPUs"
-        remedy = f"try loader.batch_size={(share + 1) * ranks}, the size of the global batch"
-        raise InputError("LOADER_OPTION", what, "loader.batch_size", remedy)
+    share = World(nodes=(0,) * ranks).rank_batch(batch)
     check_micro_batches(share, recipe.train.accumulate, whose="a GPU's")
     if recipe.model.max_timestep is None:  # as training takes it from the data
         longest = max(workload.longest, recipe.loader.context_length)
@@ -149,10 +146,10 @@ def _step(
     share, window = batch // (nodes * gpus), workload.window_bytes
     crossing = crossing_share(layout.node_shares, batch) if layout.spread else 0.0
     network = crossing * batch * window
-    road = cluster.hardware.transfer.gloo * gpus if layout.road == "gloo" else cluster.node_rate
-    exchange = network / nodes / min(road, cluster.node_rate)
-    part = min(1.0, gather.host_node / gpus / gather.host.bytes)  # all GPUs read at once
-    host = ReadRates(windows=gather.host.windows * part, bytes=gather.host.bytes * part)
+    is_gloo, gloo = layout.road == "gloo", cluster.hardware.transfer.gloo * gpus
+    exchange = network / nodes / min(gloo if is_gloo else math.inf, cluster.node_rate)
+    host_share = min(1.0, gather.host_node / gpus / gather.host.bytes)  # all GPUs read at once
+    host = ReadRates(windows=gather.host.windows * host_share, bytes=gather.host.bytes * host_share)
     gathering = gather.launch
     for tier, rates in (("hbm", gather.hbm), ("peer", gather.peer), ("host", host)):
         windows = share * layout.reads[tier]
@@ -162,9 +159,10 @@ def _step(
     averaging = _averaging_seconds(cluster, cost.travelling_bytes)
     exposed = max(averaging * SLOWED, averaging - cost.compute_seconds * HIDDEN_SHARE)
     busy = cost.compute_seconds + exposed
-    between = exchange if layout.road == "nccl" else 0.0  # steps; other roads run beside them
-    behind = max(gathering if ahead else 0.0, exchange - between, disk)
-    stall = (0.0 if ahead else gathering) + between + max(0.0, behind - busy)
+    # NCCL exchanges between steps; other roads, the disk and gathers ahead run beside the step.
+    between_steps = exchange if layout.road == "nccl" else 0.0
+    meanwhile = max(gathering if ahead else 0.0, exchange - between_steps, disk)
+    stall = (0.0 if ahead else gathering) + between_steps + max(0.0, meanwhile - busy)
     seconds = busy + stall
     return {
         "seconds": seconds,

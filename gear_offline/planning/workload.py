@@ -137,4 +137,4 @@ def _describe(text: str) -> SimpleNamespace:
     spec = TableSpec(columns=tuple(columns), steps=EPISODES * LENGTH, episodes=EPISODES)
     unit = {c.name: SimpleNamespace(mean=np.zeros(c.shape), std=np.ones(c.shape)) for c in columns}
     lengths = np.full(EPISODES, LENGTH, np.int64)
-    return SimpleNamespace(spec=spec, episodes=EpisodeIndex(lengths), statistics=unit, checked=True)
+    return SimpleNamespace(spec=spec, episodes=EpisodeIndex(lengths), statistics=unit)

@@ -190,9 +190,9 @@ class RunEvaluations(Closing):
         self,
         learner: Learner,
         saver: Saver,
-        shared: Shared,
         callbacks: Callbacks,
         progress: Progress,
+        shared: Shared,
     ) -> None:
         self._learner, self._saver, self._stop = learner, saver, shared.stop
         self._callbacks, self._progress, self._path = callbacks, progress, callbacks.run.path

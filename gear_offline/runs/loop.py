@@ -25,9 +25,10 @@ from gear_offline.core.text import say, typed
 from gear_offline.core.torch_state import torch_threads
 from gear_offline.distributed.world import World, current, open_world, rank_device, resolve_device
 from gear_offline.errors import GearError
+from gear_offline.progress import Progress
 from gear_offline.runs.callbacks import Callback, Callbacks, recipe_callbacks
 from gear_offline.runs.directory import RunDirectory, changed_parts, check_resumed, default_run_path
-from gear_offline.runs.evaluations import Shared
+from gear_offline.runs.evaluations import RunEvaluations, Shared
 from gear_offline.runs.prepare import open_growing, prepare_dataset, resolve, settle
 from gear_offline.runs.run import Run
 from gear_offline.runs.trackers import trackings
@@ -143,6 +144,8 @@ def begin_run(
                 world.lead(lambda: directory and directory.branch(start))
             shared = shared or Shared(stop=held.enter_context(StopRequest()))
             with LiveRun(directory, learner, shared, listeners, quiet=quiet) as live:
+                if live.evaluations is not None:
+                    live.evaluations.take_up()
                 yield live
         except OSError as error:  # of the run's own files: the data's errors have codes
             if directory is not None:
@@ -165,7 +168,7 @@ class Due(NamedTuple):
 class LiveRun(Closing):
     """A run as a rank goes through it: what the loop does, in the order in which it does it.
 
-    The first rank has a `writer`, which also holds the evaluations; it is None on the others.
+    The first rank has `evaluations` and a `writer`; they are None on the others.
     `is_stopped` once a callback has ended the run, on all ranks alike.
     """
 
@@ -184,14 +187,19 @@ class LiveRun(Closing):
         folder = self.path / "checkpoints"
         self.saver = Saver(learner, folder)
         seconds = restore(learner, folder, partial(say, quiet=quiet))
+        self.evaluations: RunEvaluations | None = None
         self.writer: RunWriter | None = None
         if directory is not None:
-            directory.begin(learner.recipe, step=learner.step)
+            recipe, step = learner.recipe, learner.step
+            directory.begin(recipe, step=step)
             callbacks.tell("on_begin")
+            progress = Progress(recipe.name, total=recipe.train.steps, done=step, quiet=quiet)
+            own = (learner, self.saver, callbacks, progress)
+            self.evaluations = RunEvaluations(*own, shared)
             self.writer = RunWriter(
-                learner, self.saver, shared, callbacks, seconds=seconds, quiet=quiet
+                *own, self.evaluations, seconds=seconds, reports=not self._is_shared, quiet=quiet
             )
-            self.saver.before = self.writer.sync
+            self.saver.before = self.sync
 
     @property
     def is_complete(self) -> bool:
@@ -222,7 +230,8 @@ class LiveRun(Closing):
     def note_step(self) -> None:
         """Look after what goes on beside the steps, now that there is one more."""
         self.saver.check()
-        if self.writer is not None:
+        if self.writer is not None and self.evaluations is not None:
+            self.evaluations.collect()
             self.writer.step(self.learner.step)
 
     def catch_up(self) -> Iterator[bool]:
@@ -235,12 +244,12 @@ class LiveRun(Closing):
             self._log()
         if due.save:
             self._save()
-        if due.evaluation and self.writer is not None:
-            while self.writer.evaluations.must_wait(step) and self.stop.signal_name is None:
+        if due.evaluation and self.evaluations is not None:
+            while self.evaluations.must_wait(step) and self.stop.signal_name is None:
                 self.saver.check()
-                self.writer.evaluations.collect()
+                self.evaluations.collect()
                 yield False
-            self.writer.evaluations.evaluate(step)
+            self.evaluations.evaluate(step)
         if due:
             self._stop_if_asked()
 
@@ -253,8 +262,8 @@ class LiveRun(Closing):
         check = self._directory.check_place if self._directory is not None else lambda: None
         self.learner.world.lead(check)
         seconds, keep = 0.0, Keep(newest=1)  # the first rank's count
-        if self.writer is not None:
-            seconds, keep = self.writer.seconds, self.writer.evaluations.keep
+        if self.writer is not None and self.evaluations is not None:
+            seconds, keep = self.writer.seconds, self.evaluations.keep
         self.saver.save(seconds=seconds, keep=keep)
 
     def _stop_if_asked(self) -> None:
@@ -273,9 +282,12 @@ class LiveRun(Closing):
 
     def finish(self) -> Iterator[bool]:
         """Write what a complete run leaves behind; yield False while its evaluations are played."""
-        if self.writer is not None:
-            yield from self.writer.finish()
-            if self.writer.evaluations.outstanding and self._is_shared:
+        if self.writer is not None and self.evaluations is not None:
+            self.writer.note_end()
+            yield from self.evaluations.finish()
+            self.sync()
+            self.saver.prune(self.evaluations.keep)  # none is kept for an evaluation any more
+            if self.evaluations.outstanding and self._is_shared:
                 raise TrainingInterrupted("INTERRUPTED", "a resumed run plays its evaluations")
         self.saver.wait()
         self.close()
@@ -283,13 +295,19 @@ class LiveRun(Closing):
         if self.writer is not None:
             self.writer.sum_up()
 
+    def sync(self) -> None:
+        """Make metrics and evaluations so far survive a power loss."""
+        if self.writer is not None and self.evaluations is not None:
+            self.writer.sync()
+            self.evaluations.sync()
+
     def close(self) -> None:
         """Close the files and end the threads; a second Ctrl-C waits for nothing."""
         try:  # before the writer: a checkpoint under way makes the metrics durable first
             self.saver.close(finish=not isinstance(sys.exc_info()[1], KeyboardInterrupt))
         finally:
-            if self.writer is not None:
-                self.writer.close()
+            for files in filter(None, (self.evaluations, self.writer)):
+                files.close()
 
 
 class RunGroup:

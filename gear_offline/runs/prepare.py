@@ -279,8 +279,7 @@ def _resolve_tasks(
         state_dim=max(own.state_dim for own in sizes),
         action_dim=max(own.action_dim for own in sizes),
         discrete=any(own.discrete for own in sizes),
-        frame_shape=sizes[0].frame_shape,
-        frame_dtype=sizes[0].frame_dtype,
+        columns=sizes[0].columns if sizes[0].columns[0].frames else (),
         tasks=tuple(tasks),
     )
     options["model"]["max_timestep"] = max(single.model.max_timestep or 0 for single in singles)

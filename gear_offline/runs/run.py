@@ -9,11 +9,11 @@ import base64
 import html
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any
 
 from gear_offline.config.recipe import Recipe, read_recipe
 from gear_offline.core.parts import readmit
@@ -26,27 +26,11 @@ from gear_offline.training.records import EvaluationReport, read_evaluations, sc
 
 if TYPE_CHECKING:  # it loads torch
     from gear_offline.models.policy import Policy
+    from gear_offline.runs.evaluate import evaluate
 
 DEPTH = 4  # folders below the one that was named: sweeps lie in runs/, their runs two below
 WRITTEN = ("recipe.yaml", "metrics.jsonl", "evaluations.jsonl", "summary.json")
 AGES = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
-
-
-class EvaluateOptions(TypedDict, total=False):
-    """The options of `gear_offline.evaluate`."""
-
-    targets: Sequence[float] | float | None
-    episodes: int | None
-    environment: str | None
-    environment_options: Mapping[str, Any] | None
-    checkpoint: str | int | None
-    seed: int | None
-    device: str
-    out: str | os.PathLike[str] | None
-    video: str | os.PathLike[str] | None
-    ray: str | None
-    quiet: bool
-    model: Any
 
 
 @dataclass(frozen=True, repr=False)
@@ -121,11 +105,15 @@ class Run(os.PathLike[str]):
 
         return load_policy(self.path, task, checkpoint=checkpoint, device=device)
 
-    def evaluate(self, **options: Unpack[EvaluateOptions]) -> EvaluationReport:
-        """Play episodes, score them and keep the result; options as of `gear_offline.evaluate`."""
-        from gear_offline.runs.evaluate import evaluate
+    if TYPE_CHECKING:  # editors and type checkers know the options
+        evaluate = evaluate
+    else:
 
-        return evaluate(self.path, **options)
+        def evaluate(self, **options: Any) -> EvaluationReport:
+            """Play episodes, score them and keep the result; options of `gear_offline.evaluate`."""
+            from gear_offline.runs.evaluate import evaluate
+
+            return evaluate(self.path, **options)
 
     def facts(self) -> dict[str, str]:
         """Return short facts of the run by name."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from gear_offline.core.system import versions
 from gear_offline.core.text import count_text, finite, say
 from gear_offline.progress import Progress
 from gear_offline.runs.callbacks import Callbacks
-from gear_offline.runs.evaluations import RunEvaluations, Shared
+from gear_offline.runs.evaluations import RunEvaluations
 from gear_offline.runs.run import best_of
 from gear_offline.training.json_lines import AppendedFile
 from gear_offline.training.learner import Learner
@@ -31,37 +31,32 @@ class RunWriter(Closing):
     """The files and the display of a run.
 
     The learner stands where the run goes on after `seconds`; the run's directory has begun.
+    Without `reports` those of all runs are written at the end.
     """
 
     def __init__(
         self,
         learner: Learner,
         saver: Saver,
-        shared: Shared,
         callbacks: Callbacks,
+        progress: Progress,
+        evaluations: RunEvaluations,
         *,
         seconds: float,
+        reports: bool,
         quiet: bool,
     ) -> None:
         self._learner, self._saver, self._callbacks = learner, saver, callbacks
         self._recipe, self._path, self._quiet = learner.recipe, callbacks.run.path, quiet
-        self._first_step, steps = learner.step, self._recipe.train.steps
-        self._reports = shared.player is None  # else those of all runs are written at the end
+        self._first_step, self._reports, self._evaluations = learner.step, reports, evaluations
         self._parameters = sum(parameter.numel() for parameter in learner.model.parameters())
         self._began = time.monotonic() - seconds
         self._stepped_from = self._stepped_to = self._logged = time.perf_counter()
         self._stalled = 0.0
         self._metrics = AppendedFile(self._path / "metrics.jsonl")
-        self.progress = Progress(self._recipe.name, total=steps, done=self._first_step, quiet=quiet)
-        self.evaluations = RunEvaluations(learner, saver, shared, callbacks, self.progress)
-        self._played_before = len(self.evaluations.recorded)
+        self._progress, self._played_before = progress, len(evaluations.recorded)
         self._announce()
-        self.progress.__enter__()
-        try:
-            self.evaluations.take_up()
-        except BaseException:
-            self.close()
-            raise
+        progress.__enter__()
 
     def _announce(self) -> None:
         learner, spec = self._learner, self._learner.loader.dataset.spec
@@ -79,7 +74,7 @@ class RunWriter(Closing):
         if learner.step:
             lines.append(f"resuming after step {learner.step:,}")
         if self._recipe.plays:
-            plan = self.evaluations.plan
+            plan = self._evaluations.plan
             count = count_text(plan.workers, "process", "processes")
             count = "a thread" if plan.thread else count
             away = f"in the background ({count} on {plan.device})"
@@ -92,11 +87,10 @@ class RunWriter(Closing):
         return time.monotonic() - self._began
 
     def step(self, step: int) -> None:
-        """Take note of a step that was done, and of evaluations that have come in."""
-        self.progress.update(step)
+        """Take note of a step that was done."""
+        self._progress.update(step)
         if step == self._first_step + 1:  # it is not timed: it prepares kernels
             self._stepped_from = time.perf_counter()
-        self.evaluations.collect()
         self.tell_saved()
 
     def tell_saved(self) -> None:
@@ -114,28 +108,20 @@ class RunWriter(Closing):
             values = {**values, "save_wait_share": share}
         self._logged, self._stalled = now, stalled
         self._metrics.append({"step": step, **values})
-        self.progress.update(step, loss=f"{values['loss']:.4g}")
+        self._progress.update(step, loss=f"{values['loss']:.4g}")
         self._callbacks.tell("on_log", step, dict(values))
 
-    def finish(self) -> Iterator[bool]:
-        """Record evaluations that are under way, which no checkpoint is kept for then.
-
-        Yields False while they are played.
-        """
+    def note_end(self) -> None:
+        """Take note that the last step is done."""
         self._stepped_to = time.perf_counter()
-        yield from self.evaluations.finish()
-        self.sync()
-        self._saver.prune(self.evaluations.keep)
 
     def sync(self) -> None:
-        """Make metrics and evaluations so far survive a power loss."""
+        """Make the metrics so far survive a power loss."""
         self._metrics.sync()
-        self.evaluations.sync()
 
     def close(self) -> None:
-        """Close the files and end what evaluates."""
-        self.evaluations.close()
-        self.progress.close()
+        """Close the files and the display."""
+        self._progress.close()
         self._metrics.close()
 
     def sum_up(self) -> None:
@@ -146,7 +132,7 @@ class RunWriter(Closing):
         learner, before = self._learner, read_summary(self._path)
         text = f"{self._recipe.name}: was complete already, {count_text(learner.step, 'step')}"
         steps = learner.step - self._first_step
-        played = len(self.evaluations.recorded) > self._played_before
+        played = len(self._evaluations.recorded) > self._played_before
         is_new = steps or played or before is None or before.steps != learner.step
         if is_new:  # else its figures are of the process that did the steps
             summary, file = self._summary(), self._path / "summary.json"
@@ -180,8 +166,8 @@ class RunWriter(Closing):
 
     def _summary(self) -> dict[str, Any]:
         """Return the summary of a complete run, JSON-able but for NaN and infinities."""
-        learner, evaluations = self._learner, self.evaluations.recorded
-        plan, best = self.evaluations.plan, best_of(evaluations)
+        learner, evaluations = self._learner, self._evaluations.recorded
+        plan, best = self._evaluations.plan, best_of(evaluations)
         dataset = learner.loader.dataset  # as large as it is now
         spec, returns = dataset.spec, dataset.returns
         returns = returns[np.isfinite(returns)]

@@ -236,18 +236,19 @@ class Items:
     def may_admit(self, episodes: int, behind: int) -> bool:
         """Return true if so many episodes may come `behind` others that are admitted already.
 
-        Also beyond the limit where the run would wait for ever without them.
+        They may beyond the limit, too, where the run would wait for ever without them.
         """
         if not self._min_size or self.may_insert(episodes, behind):
             return True
-        return self._lacking(behind) is not None
+        return self.missing(behind) is not None
 
-    def missing(self) -> str | None:
-        """Return the episodes that the coming draws wait for, "3 episodes (why)", if any."""
-        return self._lacking() if self._min_size else None
+    def missing(self, behind: int = 0) -> str | None:
+        """Return the episodes that coming draws wait for when `behind` more are there, if any.
 
-    def _lacking(self, behind: int = 0) -> str | None:
-        """Return the missing episodes, as text, when `behind` more have come."""
+        As text: "3 episodes (why)".
+        """
+        if not self._min_size:
+            return None
         drawable, most = self._drawable, self._data.max_times_sampled
         size, inserted = int(drawable.sum()) + behind, self._inserted + behind
         if size < self._min_size:

@@ -142,9 +142,11 @@ def from_arrays(
     check_environment_id(environment, where="environment")
     named = _named(columns, "")
     metadata = {key: named.pop(key) for key in tuple(named) if key.split("/")[0] == METADATA}
-    arrays = {key: as_rows(value, key, "") for key, value in named.items()}
-    marks = {mark[2] for mark in MARK.finditer(rule or "") if mark[1] in BOUNDS}
-    others = {key: arrays.pop(key) for key in arrays.keys() & marks}
+    marks = {mark[2]: mark[1] for mark in MARK.finditer(rule or "")}
+    ids = {k: np.asarray(named[k]) for k, kind in marks.items() if kind == "ids" and k in named}
+    others = {k: rows.astype(str) for k, rows in ids.items() if rows.dtype.kind in "OU"}
+    arrays = {k: as_rows(value, k, "") for k, value in named.items() if k not in others}
+    others |= {k: arrays.pop(k) for k in arrays.keys() & marks if marks[k] in BOUNDS}
     _check_rows(arrays, "")
     source = flat_source(
         arrays,

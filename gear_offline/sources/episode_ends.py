@@ -17,9 +17,9 @@ import numpy as np
 
 from gear_offline.core.types import BoolArray, Int64Array
 from gear_offline.errors import InputError
-from gear_offline.sources.flags import TERMINAL_FLAGS, UNIONS, RowsWhereTrue, true_rows
+from gear_offline.sources.flags import PADDED, TERMINAL_FLAGS, UNIONS, RowsWhereTrue, true_rows
 from gear_offline.sources.input_files import misfit
-from gear_offline.sources.row_marks import last_rows, row_marks, unnamed_marks
+from gear_offline.sources.row_marks import falls, last_rows, row_marks, unnamed_marks
 from gear_offline.sources.rules import CUTS, Rule, default_rule, split_values, union
 
 NO_TERMINATION = "no flag tells a termination: every episode counts as truncated"
@@ -68,11 +68,14 @@ def split_episodes(
         notes.append(NO_TERMINATION)
     if parsed.marks:
         notes += _inside({name: true(name) for name in others}, last)
+    for name in (part[6:-2] for part in row_marks(table) if part[:6] + part[-2:] == "first:=0"):
+        if inside := np.setdiff1d(falls(table[name], rows), last).size:
+            notes.append(f"{name} falls at {inside:,} steps inside episodes: sort the rows by it")
     return asked or rule, lengths, terminated, tail, notes
 
 
 def _no_rule(marks: list[str], where: str) -> InputError:
-    remedy = "give --rule 'steps=N', or none; flags are called terminals, timeouts, dones"
+    remedy = f"give --rule 'steps=N', or none; flags are called terminals, timeouts, dones{PADDED}"
     if marks:
         remedy = f"give --ends {marks[0]}; in Python rule={marks[0]!r}"
     return InputError("COLUMN", "no column tells where episodes end", where, remedy)

@@ -28,6 +28,7 @@ SCALARS = ("rewards", *FLAGS)  # (N, 1) is read as one number a step
 PAIRS = {"terminals": "timeouts", "terminations": "truncations", "terminated": "truncated"}
 PAIRS |= {"is_terminal": "is_last", "terminal": "timeout", "termination": "truncation"}
 PAIRS |= {"terminateds": "truncateds"}
+PADDED = "; of shape (episodes, steps, ...): docs/how-to/convert.md, Padded arrays"
 BLOCK_ROWS = 1 << 20  # of a column in memory
 RowsWhereTrue = Callable[[str], Int64Array]  # of a flag by its name, (K,)
 
@@ -57,6 +58,7 @@ def flag_values(
         return np.asarray(rows[:, 0] != 0)
     remedy, missing = "give one true or false for each step", np.isnan(rows)
     if rows.shape[1] != 1:
+        remedy += PADDED
         what = f"the flag {name} has {rows.shape[1]} values a step, as of rows side by side"
     elif missing.any():
         what = f"the flag {name} is NaN at row {first + int(missing.argmax())}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from gear_offline.core.text import count_text
@@ -41,7 +40,6 @@ def open_hdf5(file: Hdf5File, asked: Asked) -> Source:
     source = table_source(
         file.datasets,
         asked,
-        file.path,
         (file.file,),
         file.column,
         format="d4rl" if d4rl else "hdf5",
@@ -61,16 +59,15 @@ def open_hdf5(file: Hdf5File, asked: Asked) -> Source:
 def table_source(
     arrays: Mapping[str, Any],
     asked: Asked,
-    path: Path,
     files: tuple[InputFile, ...],
     rows: Callable[[Any], Any],
     **info: Any,
 ) -> Source:
     """Return a source of `arrays` that `find_columns` takes; `rows` opens one."""
-    where, facts = str(path), info.pop("facts", {})
+    where, facts = str(info.pop("where", files[0].path)), info.pop("facts", {})
     chosen, left_out = find_columns(arrays, asked, where=where)
-    shapes = ((name, arrays[name].shape, arrays[name].dtype) for name in left_out)
-    vectors = [n for n, shape, dtype in shapes if can_be_column(shape, dtype) and len(shape) == 1]
+    told = ((n, arrays[n]) for n in left_out if arrays[n].dtype is not None)
+    vectors = [n for n, v in told if len(v.shape or ()) == 1 and v.dtype.kind in "biufU"]
     return flat_source(
         {name: rows(arrays[name]) for name in chosen},
         others={name: rows(arrays[name]) for name in vectors},  # they may tell where episodes start

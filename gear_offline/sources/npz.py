@@ -136,7 +136,6 @@ def open_npz(path: Path, asked: Asked) -> Source:
     return table_source(
         members,
         asked,
-        path,
         (file,),
         lambda rows: rows,
         format="ogbench" if ogbench else "npz",

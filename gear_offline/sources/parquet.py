@@ -1,4 +1,4 @@
-"""Parquet files of one row a step, or of one row an episode as Hugging Face's sets; by pyarrow.
+"""Parquet and Arrow files of one row a step, or an episode as Hugging Face's sets; by pyarrow.
 
 Of an episode every column is a list over its steps; of vectors, a list of lists.
 
@@ -7,7 +7,8 @@ Shape legend: T steps of an episode, R steps of a group of rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from gear_offline.sources.flat import REQUIRED, find_columns, table_source
 from gear_offline.sources.input_files import InputFile, misfit, reading_errors
 from gear_offline.sources.row_marks import MARK, row_marks
 
+ARROW = (".arrow", ".feather")
 BATCH_VALUES, BATCH_ROWS = 1 << 22, 1 << 20  # of a batch; run lengths make billions of few bytes
 MAX_ROW_VALUES = 1 << 27
 MAX_EPISODES = 1 << 24  # of a file; each takes some tens of bytes
@@ -34,7 +36,7 @@ MAX_EPISODES = 1 << 24  # of a file; each takes some tens of bytes
 def open_parquet(path: Path, asked: Asked) -> Source:
     """Open a file of one row a step or an episode; reads how long they are."""
     path, names = path.absolute(), asked.names
-    file = ParquetFile(path)
+    file = (ArrowFile if path.suffix.lower() in ARROW else ParquetFile)(path)
     if not file.rows:
         raise misfit("no rows", path, "give a file with a row for each step or episode")
     types = {field.name: field.type for field in file.schema}
@@ -49,7 +51,8 @@ def open_parquet(path: Path, asked: Asked) -> Source:
     by_step = bool(tells & numbers) or not lists  # of an episode they are lists
     arrays = {n: _array(file, n, kind, by_step) for n, kind in types.items()}
     if by_step:
-        return table_source(arrays, asked, path, (file.file,), lambda r: r, format="parquet-rows")
+        name = f"{file.format}-rows"
+        return table_source(arrays, asked, (file.file,), lambda rows: rows, format=name)
     stored, left_out = find_columns(arrays, asked, REQUIRED[::-1], ("rewards",), where=str(path))
     once = sorted(flags & numbers)  # flags of one value an episode
     if file.rows > MAX_EPISODES:
@@ -89,7 +92,7 @@ def open_parquet(path: Path, asked: Asked) -> Source:
         lengths=lengths,
         info=SourceInfo(
             uri=asked.uri,
-            format="parquet",
+            format=file.format,
             rule="rows",
             reference_name=next((d for f in folders if (d := dataset_of_file(f))), None),
             files=(file.file,),
@@ -100,7 +103,8 @@ def open_parquet(path: Path, asked: Asked) -> Source:
 
 def _array(file: ParquetFile, name: str, kind: Any, by_step: bool) -> SimpleNamespace:
     """Return a column as `find_columns` takes it: of one row a step, or lists of an episode."""
-    read, first = Column(file, name).rows, np.empty(1, object)
+    is_text = re.match("(dictionary<values=)?(large_)?string", str(kind))
+    read, first = Column(file, name).rows, np.empty(1, str if is_text else object)
     if is_numeric(kind) and (by_step or is_list(kind)):
         first = read(0, 1) if by_step else np.empty(1, "f4")
     shape = (file.rows, *first.shape[1:])
@@ -109,6 +113,8 @@ def _array(file: ParquetFile, name: str, kind: Any, by_step: bool) -> SimpleName
 
 class ParquetFile:
     """A file of which columns are read in batches of rows."""
+
+    format = "parquet"
 
     def __init__(self, path: Path) -> None:
         with package_needed("parquet is read by pyarrow", "parquet"):
@@ -139,9 +145,45 @@ class ParquetFile:
         numbers = range(group, len(self.firsts) - 1)
         with self.reading(), self.file.open() as raw, self._open(raw) as opened:
             for batch in opened.iter_batches(size, numbers, [name], use_threads=False):
-                values = batch.column(name)
-                yield first, getattr(values, "storage", values)  # of extension types
-                first += len(values)
+                yield first, batch.column(name)
+                first += len(batch)
+
+
+class ArrowFile(ParquetFile):
+    """A file, or a stream, of Arrow's batches of rows: Feather's, Hugging Face's on disk."""
+
+    format = "arrow"
+
+    def __init__(self, path: Path) -> None:
+        with package_needed("arrow files are read by pyarrow", "parquet"):
+            import pyarrow.ipc
+        self.file, self._ipc = InputFile.find(path), pyarrow.ipc
+        self.reading = partial(reading_errors, "arrow", path)
+        with self.reading(), self.file.open() as raw:
+            self.schema, _ = self._opened(raw)
+            self.rows = sum(len(values) for _, values in self.batches(self.schema.names[0]))
+
+    def batches(self, name: str, row: int = 0) -> Iterator[tuple[int, Any]]:
+        """Yield a column as Arrow arrays with their first rows, from the first one on."""
+        first = 0
+        with self.reading(), self.file.open() as raw:
+            for batch in self._opened(raw, self.schema.names.index(name))[1]:
+                batch.validate(full=True)
+                yield first, batch.column(name)
+                first += len(batch)
+
+    def _opened(self, raw: Any, *fields: int) -> tuple[Any, Iterable[Any]]:
+        """Return the schema, and the batches of some fields or all."""
+        is_file, end = raw.read(6) == b"ARROW1", raw.seek(-8, 2) and raw.read(8)
+        raw.seek(0)
+        options = self._ipc.IpcReadOptions(included_fields=[*fields])
+        if is_file:
+            file = self._ipc.open_file(raw, options=options)
+            return file.schema, map(file.get_batch, range(file.num_record_batches))
+        if end != b"\xff\xff\xff\xff\0\0\0\0":
+            raise ValueError("the stream has no end")
+        stream = self._ipc.open_stream(raw, options=options)
+        return stream.schema, stream
 
 
 class Column:
@@ -181,16 +223,21 @@ class Column:
 
 
 def step_rows(values: Any, name: str, path: Path) -> Array:
-    """Return (R, *step shape) of an Arrow array with a number, or a list of them, for each step."""
+    """Return (R, *step shape) of an Arrow array with a number, a list of them, or text a step."""
     where, remedy = f"{path}: {name}", "give every step a number, or as many as the others"
-    steps, shape = len(values), []
+    from pyarrow.types import is_floating
+
+    steps, shape = len(values), list[int]()
     while is_list(values.type):
+        kind, values = values.type, getattr(values, "storage", values)  # of extension types
         widths = _lengths(values)
         if values.null_count or (widths != widths[0]).any() or not widths[0]:
             raise misfit("steps are missing, empty or of different widths", where, remedy)
-        shape.append(int(widths[0]))
+        shape += getattr(kind, "shape", [int(widths[0])])  # a tensor is stored as one list
+        if (order := getattr(kind, "permutation", None)) and order != sorted(order):
+            raise misfit("a tensor with its axes in another order", where, remedy)
         values = values.flatten()
-    if values.null_count:
+    if values.null_count and not is_floating(values.type):  # those become NaN
         raise misfit(f"{count_text(values.null_count, 'value')} missing (null)", where, remedy)
     rows: Array = values.to_numpy(zero_copy_only=False).reshape(steps, *shape)
     return rows

@@ -1,8 +1,9 @@
 """Marks: columns that tell where episodes are by values other than a flag's true and false.
 
-A mark is the part ``KIND:COLUMN`` or ``KIND:COLUMN=VALUE`` of a rule: the ``starts`` or ``lengths``
-of the episodes, their ``ends`` (the rows behind their last ones, as of replay buffers), ``ids`` of
-the episode of each row, the value of ``first`` or ``last`` rows.
+A mark is the part ``KIND:COLUMN`` or ``KIND:COLUMN=VALUE`` of a rule.  The column holds the
+``starts``, ``ends`` or ``lengths`` of the episodes, or the ``ids`` of the episode of each row.
+Ends are the rows behind the last ones, as of replay buffers.  Or the column has a value on
+``first`` or ``last`` rows.
 
 Shape legend: N rows, E episodes.
 """
@@ -42,6 +43,12 @@ def last_rows(mark: re.Match[str], column: Any, rows: int, where: str) -> Int64A
     """Return the last row of each episode that a mark tells of."""
     kind, name, value = mark.groups()
     last, what, remedy = None, f"{name} marks no row", "name another column or value"
+    if kind not in BOUNDS and column.shape[0] != rows:
+        what = f"{name} has {column.shape[0]:,} rows, and {mark[0]} asks for {rows:,}"
+        raise misfit(what, where, f"it may hold starts:{name}, ends:{name} or lengths:{name}")
+    if column.dtype.kind == "U" and kind != "ids":
+        what = f"{name} is text, and {mark[0]} asks for numbers"
+        raise InputError("COLUMN", what, where, "store it as whole numbers")
     if kind in BOUNDS:
         last = _bounds(kind, column, rows)
         what = f"{name} holds no {kind} of the episodes of {rows:,} rows"
@@ -82,6 +89,17 @@ def _counts_steps(column: Any) -> bool:
     return True
 
 
+def falls(column: Any, rows: int) -> Int64Array:
+    """Return the rows behind which a column of one number a row falls."""
+    parts, before = [np.zeros(0, np.int64)], np.zeros(0, column.dtype)
+    is_counter = column.shape == (rows,) and column.dtype.kind in "iuf"
+    for row, part in blocks_of(column) if is_counter else ():
+        steps = np.append(before, part)
+        parts.append(np.flatnonzero(steps[1:] < steps[:-1]) + row - before.size)
+        before = steps[-1:]
+    return np.concatenate(parts)
+
+
 def unnamed_marks(table: Mapping[str, Any], rows: int) -> dict[str, tuple[Int64Array, str]]:
     """Return marks of columns that no rule names and that tell episodes: last rows, a remedy."""
     marks = dict[str, tuple[Int64Array, str]]()
@@ -94,12 +112,13 @@ def unnamed_marks(table: Mapping[str, Any], rows: int) -> dict[str, tuple[Int64A
                     marks[f"{kind}:{name}"] = last, ""
     for mark in filter(None, map(MARK.fullmatch, row_marks(table))):
         column = table[mark[2]]
-        if column.shape[0] != rows or (mark[3] == "0" and not _counts_steps(column)):
+        counts = mark[3] != "0" or (column.dtype.kind != "U" and _counts_steps(column))
+        if column.shape[0] != rows or not counts:
             continue
         try:
             marks[mark[0]] = last_rows(mark, column, rows, ""), ""
         except InputError:  # of floats it is another column, of a usual name
-            if mark[1] == "ids" and column.dtype.kind in "iu" and not mark[2].endswith("demo"):
+            if mark[1] == "ids" and column.dtype.kind in "iuU" and not mark[2].endswith("demo"):
                 marks[mark[0]] = np.append(runs(blocks_of(column))[0][1:], rows) - 1, MIXED
     return marks
 

@@ -32,13 +32,15 @@ from gear_offline.sources.input_files import files_in, misfit, reading_errors
 from gear_offline.sources.lerobot import INFO, open_lerobot
 from gear_offline.sources.minari import data_directory, find_directory, open_minari
 from gear_offline.sources.npz import open_npz
-from gear_offline.sources.parquet import open_parquet
+from gear_offline.sources.parquet import ARROW, open_parquet
 from gear_offline.sources.row_marks import MARK
 from gear_offline.sources.rules import CONVENTIONS
 from gear_offline.sources.zarr import open_zarr
 
-KINDS = (SUFFIXES, (".npz",), (".parquet",))  # a folder of files of one kind is one dataset
-ACCEPTED = "a .hdf5, .h5, .npz or .parquet file, a folder of them, robomimic:FILE#FILTER_KEY, "
+KINDS = (SUFFIXES, (".npz",), (".parquet",), ARROW)  # a folder of files of one kind is one dataset
+ACCEPTED = (
+    "a .hdf5, .h5, .npz, .parquet or .arrow file, a folder of them, robomimic:FILE#FILTER_KEY, "
+)
 ACCEPTED += "d4rl:NAME (d4rl:hopper-medium-v2), minari:ID (minari:mujoco/hopper/medium-v0), the "
 ACCEPTED += "directory of a Minari or LeRobot dataset, of DQN-Replay's checkpoints, of a zarr "
 ACCEPTED += "store (or its .zip) or of GEAR shards; others: docs/how-to/convert.md, Other files"
@@ -203,7 +205,8 @@ def _open_folder(path: Path, asked: Asked) -> Source:
         if same := sum(map(np.array_equal, ids[::2], ids[1::2])):
             source.warn(f"{count_text(same, 'episode')} cut where another file begins")
     aside += [file.name for file in held if file not in files]
-    source.warn(*[f"{some_names(aside)} left out: convert them apart"] * bool(aside))
+    apart = f"{some_names(aside)} left out: convert them apart, or go.join_sources takes all"
+    source.warn(*[apart] * bool(aside))
     return source
 
 
@@ -218,15 +221,12 @@ def _open_hdf5(path: Path, asked: Asked) -> Source:
 
 
 Reader = Callable[[Path, Asked], Source]
-FILES: dict[str, Reader] = {  # any other is HDF5
-    ".npz": open_npz,
-    ".parquet": open_parquet,
-    ".zip": open_zarr,
-}
+FILES: dict[str, Reader] = {".npz": open_npz, ".zip": open_zarr}  # any other is HDF5
+FILES |= dict.fromkeys((".parquet", *ARROW), open_parquet)
 # formats whose episodes a rule cuts
-FLAT = ("d4rl", "hdf5", "npz", "ogbench", "parquet-rows", "zarr")
+FLAT = ("d4rl", "hdf5", "npz", "ogbench", "parquet-rows", "arrow-rows", "zarr")
 # formats whose flags at the last steps tell how episodes ended
-JUDGED = ("hdf5-groups", "lerobot", "parquet")
+JUDGED = ("hdf5-groups", "lerobot", "parquet", "arrow")
 FOLDERS: tuple[tuple[Callable[[Path], Any], Reader], ...] = (  # the first that fits
     (data_directory, open_minari),
     (is_dataset, lambda path, asked: dataset_source(open_dataset(path))),

@@ -22,7 +22,6 @@ from gear_offline.sources.flat import table_source
 from gear_offline.sources.input_files import InputFile, by_number
 
 MAX_CHUNKS, MAX_BYTES = 1 << 22, 512 << 20  # of a chunk, or of all that are not there
-UNPACK = "a zip of anything else, or of a folder with the store in it, is unpacked first"
 SAFE = "store numbers, without pickles or shards of blosc, in chunks of about 1 MiB"
 USUAL = {"actions": "action", "rewards": "reward", "observations": "state"}
 
@@ -34,30 +33,40 @@ def open_zarr(path: Path, asked: Asked) -> Source:
     path = path.absolute()
     places = sorted(path.rglob("*"), key=by_number) if path.is_dir() else [path]
     files = tuple(InputFile.find(place) for place in places if not place.is_dir())
-    root: Any = path if path.is_dir() else zipfile.Path(path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        store: Any = path if root is path else zarr.storage.ZipStore(path, mode="r")
-        try:
-            members = zarr.open_group(store, mode="r").members(max_depth=None)
-        except FileNotFoundError as error:
-            raise InputError("SOURCE_READ", "no zarr store", str(path), UNPACK) from error
-        stored = {name: array for name, array in members if hasattr(array, "shape")}
-    arrays = {name.removeprefix("data/"): _rows(root, array) for name, array in stored.items()}
+    archive = None if path.is_dir() else zipfile.ZipFile(path)
+    names = archive.namelist() if archive else [str(place.relative_to(path)) for place in places]
+    root: Any = zipfile.Path(archive) if archive else path
+    store: Any = zarr.storage.ZipStore(path, mode="r") if archive else path
+    nodes = sorted({n.rpartition("/")[0] for n in names if n.endswith((".zarray", "zarr.json"))})
+    if not {".zgroup", "zarr.json"} & {*names}:
+        raise InputError("SOURCE_READ", "no zarr store", str(path), "unpack a zip of anything else")
+    with warnings.catch_warnings(action="ignore"):
+        group = zarr.open_group(store, mode="r", use_consolidated=False)
+        stored = {name: _rows(root, group, name) for name in filter(None, nodes)}
+    arrays = {name.removeprefix("data/"): array for name, array in stored.items() if array}
     ends = next((name for name in arrays if name.split("/")[-1] == "episode_ends"), None)
     rule = asked.rule or (ends and f"ends:{ends}")
     usual = {new: old for new, old in USUAL.items() if old in arrays and new not in arrays}
     how = asked._replace(names={**usual, **asked.names})
-    source = table_source(arrays, how, path, files, lambda rows: rows, format="zarr", rule=rule)
+    facts: dict[str, Any] = {"where": path, "format": "zarr", "rule": rule}
+    source = table_source(arrays, how, files, lambda rows: rows, **facts)
     source.usual = usual
-    empty = (f"{a.missing:,} of {n}" for n, a in arrays.items() if n in source.spec and a.missing)
-    if what := ", ".join(empty):
-        source.warn(f"chunks that are not stored read as the fill value: {what}")
+    empty = [f"{a.missing:,} of {n}" for n, a in arrays.items() if n in source.spec and a.missing]
+    what = f"chunks that are not stored read as the fill value: {', '.join(empty)}"
+    source.warn(*[what] * bool(empty))
     return source
 
 
-def _rows(root: Any, array: Any) -> SimpleNamespace:
+def _rows(root: Any, group: Any, name: str) -> SimpleNamespace | None:
     """Return an array as `table_source` takes it, with the number of chunks that are not there."""
+    try:
+        array = group[name]
+    except ValueError as error:
+        if type(error).__name__ != "UnknownCodecError":
+            raise
+        return SimpleNamespace(shape=None, dtype=None, type_name=str(error), missing=0)
+    if not hasattr(array, "shape"):
+        return None  # a group
     dtype, shape, rows, missing = np.dtype(array.dtype), array.shards or array.chunks, 1, 0
     if can_be_column(array.shape, dtype):
         size, codecs = prod(shape) * dtype.itemsize, str(array.metadata.to_dict()).lower()

@@ -175,12 +175,7 @@ def run_trials(
         threads = None
         if pool is not None or (device.type != "cuda" and parallel > 1):
             threads = file.threads = file.threads or max(1, min(node_cores, cores // parallel))
-        paths = {trial.name: directory.run_path(trial) for trial in trials}
-        done = {trial.name for trial in trials if is_complete(trial, paths[trial.name])}
-        whole = {name for name in done if is_played(resolved[name], paths[name])}
-        left = [trial for trial in trials if trial.name not in whole]
-        for t in trials:  # complete ones too: the name of a run has to tell what it is
-            check_resumed(paths[t.name], resolved[t.name], None, datasets[t.recipe.data_key])
+        left = _unfinished(trials, directory, resolved, datasets)
         if pool is not None:
             pool.share(parallel, cpus=threads or 1, device=device.type)
             pool.check(directory.path)
@@ -194,7 +189,6 @@ def run_trials(
             steps = {trial.name: steps_done(directory.run_path(trial)) for trial in trials}
             total = sum(trial.recipe.train.steps for trial in trials)
             name, begun = directory.path.name, sum(steps.values())
-            progress = Progress(name, total=total, done=begun, quiet=quiet)
             work = Work(
                 trials=[_with_share(trial, parallel, threads, pool) for trial in left],
                 folder=directory.path / "runs",
@@ -204,12 +198,12 @@ def run_trials(
                 exact=file.exact,
                 known=tuple(filter(None, known)),
                 datasets=datasets,
-                progress=progress,
+                progress=Progress(name, total=total, done=begun, quiet=quiet),
                 steps=steps,
                 failures=file.failures,
             )
             try:
-                with progress:
+                with work.progress:
                     _train(work, pool, [] if is_bound else gpus_of(device))
             except TrainingInterrupted as error:
                 what, remedy = "stopped; what is done is saved", "the same command goes on"
@@ -250,6 +244,22 @@ def _prepared(
             datasets[key] = prepare_dataset(trial.recipe, quiet=quiet)
         resolved[trial.name], _ = resolve(trial.recipe, datasets[key], quiet=True)
     return datasets, resolved
+
+
+def _unfinished(
+    trials: Sequence[Trial],
+    directory: SweepDirectory,
+    resolved: Mapping[str, Recipe],
+    datasets: Mapping[str, TableData],
+) -> list[Trial]:
+    """Return the trials that are not complete and evaluated; refuse runs of other recipes."""
+    left = []
+    for trial in trials:  # complete ones too: the name of a run has to tell what it is
+        path, recipe = directory.run_path(trial), resolved[trial.name]
+        check_resumed(path, recipe, None, datasets[trial.recipe.data_key])
+        if not (is_complete(trial, path) and is_played(recipe, path)):
+            left.append(trial)
+    return left
 
 
 def _concluded(directory: SweepDirectory, file: SweepFile, *, quiet: bool) -> SweepResult:

@@ -3,8 +3,8 @@
 ::
 
     runs/hopper-medium-sweep/
-      sweep.json           the last call: its trials, which of them failed, and at its end the table
-      runs/NAME/           a run directory each, as `train` writes it; those of earlier calls stay
+      sweep.json           the trials of the last call, the failed ones, the table
+      runs/NAME/           a run directory of each trial, of earlier calls too
       sweep.md, plots/     the report
 """
 

@@ -9,14 +9,13 @@ import resource
 import threading
 import weakref
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from gear_offline.core.text import size_text
 from gear_offline.core.types import Array
 from gear_offline.errors import GearError, UnavailableError
-
-if TYPE_CHECKING:
-    import torch
 
 PORTABLE, MAPPED = 1, 2  # cudaHostRegister*: for every context; with a device address
 HOST_TO_DEVICE = 1  # cudaMemcpyKind
@@ -42,20 +41,14 @@ class DeviceMemory:
             remedy = "pip install 'gear-offline[gpu]', or use device='cpu' or engine='off'"
             raise UnavailableError("PACKAGE_MISSING", what, remedy=remedy) from error
         if device.type == "cuda" and device.index is None:
-            import torch
-
             device = torch.device("cuda", torch.cuda.current_device())
         self.device, self._runtime = device, runtime
 
     def free_bytes(self) -> int:
-        import torch
-
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def allocate(self, nbytes: int) -> tuple[int, Any]:
         """Return the address of new device memory, and its owner, which keeps it alive."""
-        import torch
-
         try:
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         except torch.cuda.OutOfMemoryError as error:
@@ -67,8 +60,6 @@ class DeviceMemory:
 
         It is freed when the process ends: only then is it certain that no other one reads it.
         """
-        import torch
-
         torch.cuda.empty_cache()  # this memory does not come from torch's pool
         with self._current():
             try:
@@ -95,8 +86,6 @@ class DeviceMemory:
         On torch's stream: memory from its pool may still be in use there, and a copy on CUDA's
         default stream may end after the call, beside kernels on other streams.
         """
-        import torch
-
         with self._current():
             stream = torch.cuda.current_stream(self.device).cuda_stream
             self._runtime.memcpyAsync(
@@ -122,13 +111,9 @@ class DeviceMemory:
 
     def wait(self) -> None:
         """Wait for the GPU: a kernel may still read memory that is freed next."""
-        import torch
-
         torch.cuda.synchronize(self.device)
 
     def _current(self) -> AbstractContextManager[Any]:
-        import torch
-
         return torch.cuda.device(self.device)
 
 

@@ -15,22 +15,20 @@ Shape legend: E episodes, G GPUs of the node.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from gear_offline.core.text import size_text
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
-from gear_offline.errors import GearError, InputError
+from gear_offline.errors import InputError, together
 from gear_offline.kernels.columns import GroupAddresses
 from gear_offline.tables.device import DeviceMemory, too_large
 from gear_offline.tables.table import Table
-
-if TYPE_CHECKING:
-    import torch
 
 Placement = Literal["auto", "hbm", "peer", "host"]
 HOST = -1  # the owner of an episode that is read from pinned host memory
@@ -112,11 +110,11 @@ def place_table(
         what = "placement 'peer' needs several GPUs of one node"
         remedy = "start one process a GPU with torchrun, or use 'auto'"
         raise InputError("LOADER_OPTION", what, remedy=remedy)
-    together = placement in ("auto", "peer") and len(ranks.nodes) > 1  # the same on every rank
-    if before is not None and (together or before.reads_host):
+    collective = placement in ("auto", "peer") and len(ranks.nodes) > 1  # the same on every rank
+    if before is not None and (collective or before.reads_host):
         before = None
     bytes_before = 0 if before is None else before.hbm_bytes
-    budget = _budget(memory, placement, hbm_budget, bytes_before, ranks, together=together)
+    budget = _budget(memory, placement, hbm_budget, bytes_before, ranks, collective=collective)
     sizes = table.episodes.lengths * table.row_bytes
     weights = np.asarray(
         table.episodes.lengths if episode_weight is None else episode_weight, np.float64
@@ -141,39 +139,20 @@ def place_table(
     shares = [_Share.of(table, is_new & (owners == gpu)) for gpu in range(len(gpus))]
     own = gpus.index(ranks.rank)
     kept = [memory, *([] if before is None else before.kept)]
-    handle, failure = "", None
-    try:
+
+    def bring() -> tuple[int, str, list[int]]:
         if placement == "peer" and (owners == HOST).any():
             raise too_large(needed, budget * len(gpus), f"free on {len(gpus)} GPUs")
-        base, handle = _upload(table, shares[own], memory, kept, shared=len(gpus) > 1)
-        row_zeros = _pin(table, memory, kept, in_host=bool((owners == HOST).any()), landing=landing)
-    except GearError as error:
-        failure = error
-    # No rank goes on where one has failed.
-    answers = ranks.gather((handle, str(failure or ""))) if together else []
-    if failure is not None:
-        raise failure
-    bases = [base]
-    if len(gpus) > 1:
-        for rank in gpus:
-            if answers[rank][1]:
-                raise GearError("RANK_FAILED", f"rank {rank} failed: {answers[rank][1]}")
-        bases = [base if r == ranks.rank else memory.open_shared(answers[r][0]) for r in gpus]
+        in_host = bool((owners == HOST).any())
+        placed = _upload(table, shares[own], memory, kept, shared=len(gpus) > 1)
+        return *placed, _pin(table, memory, kept, in_host=in_host, landing=landing)
 
-    # Where each episode begins.
-    groups = []
-    for number, (group, row_zero) in enumerate(zip(table.groups, row_zeros, strict=True)):
-        addresses = row_zero + table.first_rows() * group.row_bytes  # in host memory
-        for begin, share in zip(bases, shares, strict=True):
-            addresses[share.held] = begin + share.begins[number] + share.steps * group.row_bytes
-        if before is not None:
-            addresses[~is_new] = before.groups[number].addresses
-        if (owners != HOST).all():  # width and dtype without the memory
-            group = replace(group, rows=np.empty((0, group.width), group.dtype))
-        groups.append(GroupAddresses(group=group, addresses=addresses, row_zero=row_zero))
+    brought = together(ranks.gather, bring) if collective else [bring()]
+    base, _, row_zeros = brought[ranks.rank if collective else 0]
+    bases = [base if r == ranks.rank else memory.open_shared(brought[r][1]) for r in gpus]
     limit = f"budget {size_text(budget)}{' a GPU' if len(gpus) > 1 else ''}"
     return PlacedTable(
-        groups=tuple(groups),
+        groups=_addressed(table, row_zeros, bases, shares, owners, before),
         device=memory.device,
         owners=owners,
         hbm_bytes=int(sizes[owners == own].sum()),
@@ -182,21 +161,43 @@ def place_table(
     )
 
 
+def _addressed(
+    table: Table,
+    row_zeros: Sequence[int],
+    bases: Sequence[int],
+    shares: Sequence[_Share],
+    owners: Int64Array,
+    before: PlacedTable | None,
+) -> tuple[GroupAddresses, ...]:
+    """Return where each episode begins: on the GPU that owns it, where it was, or on the host."""
+    groups = []
+    for number, (group, row_zero) in enumerate(zip(table.groups, row_zeros, strict=True)):
+        addresses = row_zero + table.first_rows() * group.row_bytes  # in host memory
+        for base, share in zip(bases, shares, strict=True):
+            addresses[share.held] = base + share.begins[number] + share.steps * group.row_bytes
+        if before is not None:
+            addresses[: len(before.owners)] = before.groups[number].addresses
+        if (owners != HOST).all():  # width and dtype without the memory
+            group = replace(group, rows=np.empty((0, group.width), group.dtype))
+        groups.append(GroupAddresses(group=group, addresses=addresses, row_zero=row_zero))
+    return tuple(groups)
+
+
 def _budget(
     memory: DeviceMemory,
     placement: Placement,
-    given: int | None,
+    hbm_budget: int | None,
     bytes_before: int,
     ranks: Ranks,
     *,
-    together: bool,
+    collective: bool,
 ) -> int:
     """Return the bytes that rows may take in each GPU of this node, with those from `before`."""
-    own = given
+    own = hbm_budget
     if own is None:
         own = memory.free_bytes() + bytes_before
         own = own if placement == "hbm" else int(own * HBM_SHARE)
-    if not together:
+    if not collective:
         return own
     # Every rank hears of every budget, so that all of a node decide alike, and no rank waits in a
     # collective call for one of another node that decided otherwise.

@@ -57,29 +57,27 @@ def data_sizes(
             raise InputError("COLUMN", what, where=data_name(source), remedy=remedy)
     inputs = list[InputColumn]()
     for column in columns:
-        inputs.append(InputColumn(name=column.name, shape=(prod(column.shape),)))
-        if is_image(column):
-            kind: Any = "uint8" if column.dtype == np.uint8 else "float32"
-            inputs[-1] = InputColumn(name=column.name, shape=column.shape, frames=kind)
-    whole = choices if discrete and choices else width
-    return _sizes(inputs, action_dim=whole, discrete=discrete)
+        kind: Any = "uint8" if column.dtype == np.uint8 else "float32"
+        facts = {"shape": column.shape, "frames": kind} if is_image(column) else {}
+        name = column.name if len(columns) > 1 else ""
+        inputs.append(InputColumn(**{"name": name, "shape": (prod(column.shape),), **facts}))
+    return ModelSizes(
+        state_dim=sum(column.size for column in inputs),
+        action_dim=choices if discrete and choices else width,
+        discrete=discrete,
+        columns=tuple(inputs),
+    )
 
 
 def sizes_of(model: SequenceModel) -> ModelSizes:
     """Return the sizes of a model of one task."""
-    facts = {"action_dim": model.facts.action_dim, "discrete": model.facts.discrete}
-    return _sizes(model.facts.columns, **facts)
-
-
-def _sizes(columns: Sequence[InputColumn], **facts: Any) -> ModelSizes:
-    facts["state_dim"] = sum(column.size for column in columns)
-    if len(columns) > 1:
-        plain = {"stack": 1, "encoder": "none"}  # the data do not say these
-        several = tuple(column.model_copy(update=plain) for column in columns)
-        return ModelSizes(observations=several, **facts)
-    if columns[0].frames:
-        facts |= {"frame_shape": columns[0].shape, "frame_dtype": columns[0].frames}
-    return ModelSizes(**facts)
+    facts, plain = model.facts, {"stack": 1, "encoder": "none"}  # the data do not say these
+    return ModelSizes(
+        state_dim=facts.state_dim,
+        action_dim=facts.action_dim,
+        discrete=facts.discrete,
+        columns=tuple(column.model_copy(update=plain) for column in facts.columns),
+    )
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from gear_offline.core.files import writing
-from gear_offline.distributed import together
 from gear_offline.distributed.world import World, peers
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, together
 from gear_offline.models.tensor_file import FileFacts, write_tensors
 
 

@@ -54,8 +54,9 @@ def why_not_stacked(recipe: Recipe, sizes: ModelSizes, *, learns: bool) -> str |
         "their selection learns from losses": learns,
         "the model has several tasks": sizes.tasks,
         "actions are discrete": sizes.discrete,
-        "observations are several columns": sizes.observations,
-        "frames have an encoder": sizes.frame_shape and getattr(model, "encoder", "") != "none",
+        "observations are several columns": len(sizes.columns) > 1,
+        "frames have an encoder": sizes.columns[0].frames
+        and getattr(model, "encoder", "") != "none",
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

@@ -160,7 +160,7 @@ def typed_model(model: Any) -> str | None:
 
 @torch_defaults()
 def find_trained(
-    given: str | os.PathLike[str],
+    source: str | os.PathLike[str],
     checkpoint: str | int | None = None,
     say: Callable[[str], None] = lambda message: None,
     *,
@@ -171,8 +171,8 @@ def find_trained(
     `model` is named by the user where it is not of this package.
     """
     kind = typed_model(model)
-    path = given_path(given, "RUN_NOT_FOUND", where="run")
-    is_bare = isinstance(given, str) and len(path.parts) == 2  # a Path is one of this machine
+    path = given_path(source, "RUN_NOT_FOUND", where="run")
+    is_bare = isinstance(source, str) and len(path.parts) == 2  # a Path is one of this machine
     if is_hub(path) or (is_bare and not path.exists() and not path.parent.is_dir()):
         name = f"{PREFIX}{str(path).removeprefix(PREFIX)}"
         path = fetch(name, "model", "RUN_NOT_FOUND", only=(POLICY, CONFIG, MODEL))

@@ -31,14 +31,14 @@ struct alignas(16) Piece {  // a part of one tensor, equally laid out in all tha
     bf16* shadow;           // the value as the model computes with it
 };
 
-struct alignas(16) Rule {  // of one step, but for the clipping
+struct alignas(16) Rule {  // the factors of a step, before clipping
     float shrink, beta1, rest1, beta2, rest2, size, root, epsilon;
 };
 
 struct AdamwJob {
     const Piece* pieces;
     i64 piece_count;
-    i64 group;            // pieces a partial sum is over
+    i64 group;            // pieces that a partial sum covers
     double* partials;     // (partial_count,) sums of squared gradients
     i64 partial_count;    // at most MOST_PARTIALS
     Rule* rule;           // the first kernel writes it, for the second
