@@ -31,10 +31,7 @@ MOST_NAME = 26  # characters of a name that are not broken on a narrow terminal
 
 
 class Terminal(Console):
-    """A console that shows text as it is: no markup, no codes of emoji, nothing that steers.
-
-    In a file or a pipe lines are as long as they are, unless COLUMNS is set.
-    """
+    """A console that shows text as it is; in a file or a pipe its lines are not broken."""
 
     def __init__(self, *, width: int | None = None, **how: Any) -> None:
         super().__init__(width=width, **how)
@@ -109,8 +106,7 @@ class Progress(Closing):
         self._doing, self._facts = "", dict[str, str]()
         self._before, self._paused_seconds = done, 0.0
         self._began = self._printed = time.monotonic()
-        # the rate is that of the time between: what comes before the first unit prepares the others
-        self._first, self._from, self._changed = done, self._began, self._began
+        self._first, self._from, self._changed = done, self._began, self._began  # for the rate
         self._live: Live | None = None
 
     def __enter__(self) -> Progress:

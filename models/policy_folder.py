@@ -84,7 +84,7 @@ def write_policy(
     folder: Path, model: SequenceModel, file: PolicyFile, *, overwrite: bool = False
 ) -> None:
     """Write a policy folder, whole or not at all; with `overwrite` in place of another one."""
-    weights = {name: w.detach().cpu().contiguous() for name, w in model.state_dict().items()}
+    weights = {n: w.detach().cpu().contiguous().clone() for n, w in model.state_dict().items()}
     config = model.config_text().encode()
     if type(model) is not DecisionTransformer:
         _check_readable(model, config, weights)

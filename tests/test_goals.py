@@ -138,7 +138,7 @@ def test_goals_are_states_of_the_dataset(
 def test_who_may_ask_for_goals(dataset: Dataset, tmp_path: Path) -> None:
     for goals, words in (
         ({"futur": 1.0}, "unknown option 'goals.futur', did you mean 'goals.future'"),
-        ({"x": 1.0}, "there are current, future, final, random, discount"),
+        ({"x": 1.0}, "there are goals.current, goals.future, goals.final"),
         ({}, "must not be all 0"),
         ({"future": 1.0, "discount": 1.0}, "goals.discount: .* less than 1"),
         ("future", "goals: "),

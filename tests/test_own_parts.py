@@ -268,6 +268,25 @@ def doubled(episode):
         (("nn.Linear(3, 3)", "nn.LazyLinear(3)"), "lazy modules"),
         (("torch.tanh(self.action(self.hidden(batch)))", "batch.states"), r"act\(\) gave"),
         (
+            ("        before[:, 0] = 0\n", "        before = batch.actions\n"),
+            "the action of that step",
+        ),
+        (
+            (
+                "self.action = nn.Linear(settings.width, facts.action_dim)",
+                "maps = [nn.Linear(settings.width, facts.action_dim)]\n"
+                "        self.action = lambda hidden: maps[0](hidden)",
+            ),
+            "made anew with its state dict it acts otherwise",
+        ),
+        (
+            (
+                "    def predict",
+                "    def get_extra_state(self):\n        return {}\n\n    def predict",
+            ),
+            "_extra_state, which is no tensor",
+        ),
+        (
             (
                 "squared(torch.tanh(self.action(hidden)), batch.actions)",
                 "nn.functional.mse_loss(hidden, batch.actions, reduction='none').mean(-1)",
@@ -288,9 +307,48 @@ def test_what_a_model_does_wrong_is_told_before_training(
         train("run", evaluate__episodes=0)
 
 
+@pytest.mark.parametrize(
+    ("gives", "told"),
+    [
+        ("np.random.random(count)", "other weights each time"),
+        ("['a'] * count", "drawing raised ValueError"),
+        ("None", "10 weights are needed|weights"),
+    ],
+)
+def test_weights_that_are_none_or_change_are_refused(own: Path, gives: str, told: str) -> None:
+    (own / "odd.py").write_text(f"""
+import numpy as np
+
+
+def odd(facts):
+    count = facts.episodes.episodes
+    return {gives}
+""")
+    with one_error("SELECTION", told):
+        changes = {**options(), "selection.strategy": "odd.py:odd", "evaluate.episodes": 0}
+        changes.pop("selection.half_life")
+        go.train("smoke", changes, out="run", quiet=True)
+
+
+def test_tied_weights_are_exported(own: Path) -> None:
+    lines = "self.unused = nn.Linear(settings.width, facts.action_dim)"
+    lines += "\n        self.unused.weight = self.action.weight"
+    text = NET.replace("self.unused = nn.Linear(3, 3)", lines)
+    (own / "net.py").write_text(text.replace("self.action(self.hid", "self.unused(self.hid"))
+    run = train("run", evaluate__episodes=0)
+    go.export_policy(run, "tied")
+    states = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+    actions = []
+    for place in (run, "tied"):
+        policy = go.load_policy(place, model="net.py:Net")
+        policy.reset(range(4), [1.0] * 4)
+        actions.append(policy.act(states))
+    assert np.array_equal(actions[0], actions[1]) and actions[0].any()
+
+
 RAISES = """
     def checked(self, batch, states):
-        if batch.states.any():
+        if (batch.states > 1).any():
             raise KeyError("not while capturing")
         return states
 

@@ -194,6 +194,9 @@ def test_overrides_are_texts_or_a_mapping() -> None:
     for name, reference in {"Hopper-v4": "hopper-medium-v2", "Pendulum-v1": None}.items():
         other = base.replace({"evaluate.environment": name})
         assert other.evaluate.reference == reference, "other scores are not those of the data"
+    for pair in ([5, 1], [0, 0]):
+        with pytest.raises(InputError, match=r"write \[LOWER, HIGHER\]"):
+            check_recipe(base.replace({"evaluate.reference": pair}))
     for text, targets in {"3600": (3600.0,), "36e2, -1": (3600.0, -1.0)}.items():
         assert load_recipe("paper", f"evaluate.targets={text}").evaluate.targets == targets
     listed = load_recipe("paper", ["train.trackers=tensorboard,wandb", "optimizer.betas=0.8,0.9"])

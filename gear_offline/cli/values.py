@@ -23,9 +23,8 @@ from gear_offline.errors import InputError
 def check_keys(words: list[str]) -> list[str]:
     """Refuse words that give an option twice: one of them would not count."""
     keys = [word.partition("=")[0].strip() for word in words]
-    for place, key in enumerate(keys):
-        if key in keys[:place]:
-            raise InputError("USAGE", f"{key} is given twice", remedy="keep one of them")
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise InputError("USAGE", f"{twice[0]} is given twice", remedy="keep one of them")
     return words
 
 

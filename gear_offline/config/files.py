@@ -101,10 +101,9 @@ def find_recipe(name_or_path: str | os.PathLike[str], *, relative_to: Path | Non
 
 def lost_recipe(run: Path) -> InputError:
     """Return the error of a run whose recipe.yaml is not there any more."""
-    what = "the run's recipe.yaml is not there"
     remedy = "copy it there again, or give its recipe by name: gear-offline train RECIPE --resume "
     remedy += f"--out {typed(run)}; evaluate and export-policy work without"
-    return InputError("RUN_NOT_FOUND", what, str(run), remedy)
+    return InputError("RUN_NOT_FOUND", "the run's recipe.yaml is not there", str(run), remedy)
 
 
 def is_of_run(path: Path) -> bool:

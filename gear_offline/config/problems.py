@@ -31,7 +31,6 @@ ALIASES = {
     }.items()
     for alias in aliases.split()
 }
-FEW = 8  # options of a section that an error names
 TAGS = {*MODELS, OWN_MODEL}  # pydantic's names of kinds of models, on the way to an option
 _WORDS = {
     "Extra inputs are not permitted": "no such option",
@@ -89,10 +88,9 @@ def option_text(model: type[BaseModel], problem: Any) -> str:
         kind = MODELS.get(str(problem["loc"][1])) if path[0] == "model" else None
         own = nearest(path[-1], list(kind.model_fields)) if kind and len(path) == 2 else None
         name, guess = ".".join(path), f"model.{own}" if own else guess_option(model, path)
-        above = ".".join([*path[:-1], ""])
-        beside = [o.removeprefix(above) for o in dotted_fields(model) if o.startswith(above)]
-        hint = f"there are {', '.join(beside)}"
-        hint = hint if 0 < len(beside) <= FEW else "`recipes validate` prints all there are"
+        beside = [o for o in dotted_fields(model) if o.startswith(".".join([*path[:-1], ""]))]
+        hint = "`recipes validate` prints all there are"
+        hint = f"there are {', '.join(beside)}" if 0 < len(beside) < 9 else hint
         hint = f"did you mean {guess!r}?" if guess not in (None, name) else hint
         where = f" of {problem['loc'][1]}" if kind else ""
         return f"unknown option {name!r}{where}, {hint}"

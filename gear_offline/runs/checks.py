@@ -41,6 +41,9 @@ def check_recipe(recipe: Recipe, *, where: str = "", quiet: bool = False) -> Non
     settings = recipe.evaluate
     if settings.environment is not None and settings.episodes > 0:
         _check_environment(settings.environment, "evaluate.environment", where)
+    if isinstance(settings.reference, tuple) and settings.reference[0] >= settings.reference[1]:
+        what = "evaluate.reference has no higher return, which is to count 100, behind the lower"
+        raise InputError("RECIPE", what, where, "write [LOWER, HIGHER]")
     if isinstance(settings.reference, str) and reference_scores(settings.reference) is None:
         guess = nearest(settings.reference, dataset_names())
         what = f"evaluate.reference must be a D4RL name, got {settings.reference!r}"

@@ -71,11 +71,10 @@ def run_and_start(
 
 def is_run(folder: Path) -> bool:
     """Return true if a directory is a run's, and not one in which somebody keeps a recipe."""
-    if list_checkpoints(folder / "checkpoints"):  # its recipe.yaml may be lost
-        return True
     # One that was killed at once has no metrics yet, one that was copied may have no hidden files.
     marked = any((folder / name).is_file() for name in (LOCK, "metrics.jsonl"))
-    return marked and (folder / "recipe.yaml").is_file()
+    is_begun = marked and (folder / "recipe.yaml").is_file()
+    return is_begun or bool(list_checkpoints(folder / "checkpoints"))  # its recipe may be lost
 
 
 def _has_content(path: Path) -> bool:

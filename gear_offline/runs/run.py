@@ -15,7 +15,6 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gear_offline.config.files import lost_recipe
 from gear_offline.config.recipe import Recipe, read_recipe
 from gear_offline.core.parts import readmit
 from gear_offline.core.text import number_text
@@ -59,8 +58,6 @@ class Run(os.PathLike[str]):
     @property
     def recipe(self) -> Recipe:
         """Its recipe, with the values that come from the data filled in."""
-        if not (self.path / "recipe.yaml").is_file():
-            raise lost_recipe(self.path)
         recipe = read_recipe(self.path / "recipe.yaml")
         readmit(recipe.trusted)
         return recipe

@@ -198,7 +198,7 @@ class Tracking(Callback):
     def _try(self, run: Run, act: Callable[..., None], *words: Any) -> None:
         try:
             act(*words)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._tracker = None
             what = f"{self._name} failed and is told no more ({first_line(error)})"
             later = f"`gear-offline sync {typed(run.path)} --tracker {self._name}` sends the rest"

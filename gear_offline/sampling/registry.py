@@ -234,7 +234,15 @@ def build_sampler(name: object, facts: Facts, options: Mapping[str, Any]) -> Sam
         drawn = known.draw(own, **checked)
     else:
         with calling_part(STRATEGIES, "drawing", known.name):
-            drawn = known.draw(own, **checked)
+            drawn, again = (known.draw(own, **checked) for _ in range(2))
+            if not isinstance(drawn, Sampler):
+                drawn, again = (np.asarray(weights, np.float64) for weights in (drawn, again))
+                if not np.array_equal(drawn, again, equal_nan=True):
+                    what, remedy = (
+                        "it gives other weights each time",
+                        "use np.random.default_rng(0)",
+                    )
+                    raise InputError("SELECTION", what, known.name, remedy)
     sampler = (
         drawn
         if isinstance(drawn, Sampler)

@@ -26,7 +26,7 @@ from gear_offline.evaluation.environments import Known
 from gear_offline.loaders.options import loader_options
 from gear_offline.progress import Progress
 from gear_offline.runs.loop import TrainingInterrupted, train_run
-from gear_offline.sweep.results import steps_done
+from gear_offline.sweep.results import is_played, steps_done
 from gear_offline.sweep.trials import Trial
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import PublishedTables, attach_tables
@@ -62,13 +62,15 @@ class Work:
         """Note how a trial has ended; raise ``DEVICE``, after which nothing can go on."""
         if error is not None and error.code == "DEVICE":
             raise error
-        how = "complete"
-        if reports := read_evaluations(self.folder / trial.name):
+        path, steps, how = self.folder / trial.name, trial.recipe.train.steps, "complete"
+        if reports := read_evaluations(path):
             how += f"; step {reports[-1].step:,}: {reports[-1].summary()[1]}"
+        elif not is_played(trial.recipe, path):
+            how = "all steps are done, evaluations are left"
         if error is not None:
             how = self.failures[trial.name] = f"{error.code}: {error.message}"
         self.progress.say(f"{trial.name}: {how}")
-        self.moved(trial, trial.recipe.train.steps)
+        self.moved(trial, steps if error is None else steps_done(path))
 
 
 def train_in_processes(work: Work) -> None:

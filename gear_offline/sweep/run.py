@@ -183,7 +183,8 @@ def run_trials(
         if left:
             ended, count = len(trials) - len(left), count_text(len(trials), "run")
             complete = f", {ended} complete already" if ended else ""
-            where = f"{parallel} at a time; sweep directory {directory.path}"
+            many = f" on {cores} cores, slower than {cores}" if threads and parallel > cores else ""
+            where = f"{parallel} at a time{many}; sweep directory {directory.path}"
             say(f"{count} on {device}{complete}, {where}", quiet=quiet)
             steps = {trial.name: steps_done(directory.run_path(trial)) for trial in trials}
             total = sum(trial.recipe.train.steps for trial in trials)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -168,14 +169,15 @@ def make_training_model(
 def try_model(
     model: SequenceModel, device: torch.device, precision: torch.dtype | None, *, rewards: bool
 ) -> tuple[tuple[str, ...], int]:
-    """Try a stranger's model on two windows of zeros, and undo what that leaves behind.
+    """Try a stranger's model on two windows, and undo what that leaves behind.
 
     Returns the names of its losses, if they are several, and how many tensors no loss reaches; they
     are frozen.  What it gives in another form than it must is ``MODEL``, and so is what it raises.
     """
     name, facts = type(model).__name__, model.facts
     shape = (2, facts.context_length)
-    states = facts.states(torch.zeros((*shape, facts.state_width), device=device))
+    ramp = torch.arange(2.0 * shape[1] * facts.state_width, device=device) % 7 / 10
+    states = facts.states(ramp.reshape(*shape, -1))
     numbers = torch.zeros(shape, dtype=torch.int64, device=device)
     zeros = torch.zeros((*shape, 1), device=device)
     actions = numbers if facts.discrete else zeros.repeat(1, 1, facts.action_dim)
@@ -219,11 +221,13 @@ def try_model(
         calling_part(MODELS, "trying act()", name),
         torch.no_grad(),
     ):
-        chosen = model.eval().act(window)
-        wanted: Any = (2,) if not chosen.is_floating_point() else (2, facts.action_dim)
-        if chosen.shape != wanted or (not chosen.is_floating_point() and not facts.discrete):
-            what = f"act() gave {chosen.dtype} of shape {tuple(chosen.shape)}, not {wanted}"
+        is_float = (chosen := model.eval().act(copy.deepcopy(window))).is_floating_point()
+        wanted: Any = (2, facts.action_dim) if is_float or not facts.discrete else (2,)
+        if chosen.shape != wanted or not (is_float or facts.discrete):
+            what = f"act() gave {chosen.dtype} of shape {tuple(chosen.shape)}, not floats {wanted}"
             raise InputError("MODEL", what, name, "return one action for each window")
+        if obstacle := _obstacle(model, window, batch):
+            raise InputError("MODEL", obstacle[0], name, obstacle[1])
     frozen = [p for p in model.parameters() if p.requires_grad and p.grad is None]
     for parameter in frozen:
         parameter.requires_grad_(False)
@@ -231,6 +235,30 @@ def try_model(
     for buffer, before in zip(model.buffers(), kept, strict=True):
         buffer.copy_(before)
     return tuple(losses) if len(losses) > 1 else (), len(frozen)
+
+
+def _obstacle(model: SequenceModel, window: PlayedWindow, batch: Batch) -> tuple[str, str] | None:
+    """Return what a model would lose when it is loaded, or lack in play, and the remedy."""
+    if odd := [key for key, value in model.state_dict().items() if not isinstance(value, Tensor)]:
+        return f"its state dict has {odd[0]}, which is no tensor", "make it a buffer"
+    again = make_model(model.part[0], model.facts, model.settings).to(window.actions.device).eval()
+    again.load_state_dict(model.state_dict())
+    if _differ(lambda which: which.act(copy.deepcopy(window)), model, again):
+        what = "made anew with its state dict it acts otherwise: what it has learnt would be lost"
+        return what, "keep modules in nn.ModuleList, tensors in nn.Parameter or register_buffer"
+    (other := copy.deepcopy(batch)).actions[:, -1] += 1
+    is_own = type(model).predict is not SequenceModel.predict
+    if is_own and _differ(lambda seen: model.predict(copy.deepcopy(seen))[:, -1], batch, other):
+        what = "predict() of a step depends on the action of that step, unknown while acting"
+        return what, "use those of the steps before: torch.roll(batch.actions, 1, 1)"
+    return None
+
+
+def _differ(call: Callable[[Any], Tensor], argument: Any, other: Any) -> bool:
+    """Return true if a call that repeats itself gives something else for another argument."""
+    values = [(torch.manual_seed(0), call(x).float())[1] for x in (argument, argument, other)]
+    near = partial(torch.allclose, values[0], rtol=1e-3, atol=1e-5, equal_nan=True)
+    return near(values[1]) and not near(values[2])
 
 
 def eight_bit_obstacle(recipe: Recipe, device: torch.device, world: World) -> str | None:
