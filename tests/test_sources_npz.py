@@ -58,7 +58,7 @@ def test_a_folder_and_the_file_for_validation(tmp_path: Path) -> None:
     with open_source(tmp_path / "split") as source:
         assert source.spec.steps == 22
         assert (
-            "test, val left out: convert them apart, or go.join_sources takes all"
+            "test, val left out: convert apart, or go.join_sources"
             in source.info.attributes["warnings"]
         )
     for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
@@ -66,7 +66,7 @@ def test_a_folder_and_the_file_for_validation(tmp_path: Path) -> None:
     (tmp_path / "split" / "val" / "0.npz").unlink()
     with open_source(tmp_path / "split" / "val") as source:
         assert source.spec.steps == 44
-        told = "test-00000-of-00001.npz left out: convert them apart, or go.join_sources takes all"
+        told = "test-00000-of-00001.npz left out: convert apart, or go.join_sources"
         assert told in source.info.attributes["warnings"]
     (tmp_path / "split" / "train" / "0.npz").unlink()
     refused(tmp_path / "split", "SOURCE_READ", "give one of those in it: test, val")

@@ -218,8 +218,7 @@ def test_folders_of_hugging_face_on_disk(tmp_path: Path) -> None:
     with open_source(tmp_path, rule="ids:episode_id") as source:
         assert source.episodes.lengths.tolist() == [2, 1, 1, 1]
         assert (
-            "test left out: convert them apart, or go.join_sources takes all"
-            in source.info.attributes["warnings"]
+            "test left out: convert apart, or go.join_sources" in source.info.attributes["warnings"]
         )
 
 
@@ -231,3 +230,28 @@ def test_counters_that_fall_inside_episodes_are_told(tmp_path: Path) -> None:
         with open_source(tmp_path / "x.parquet", rule="ids:episode_id") as source:
             warnings = " ".join(source.info.attributes["warnings"])
         assert (f"step falls at {told} steps inside episodes" in warnings) == bool(told)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".feather"])
+def test_columns_of_one_name_are_refused(tmp_path: Path, suffix: str) -> None:
+    table = steps_table([0, 0, 1])
+    table = table.append_column("observations", table["actions"])
+    path = tmp_path / f"x{suffix}"
+    with path.open("wb") as file:
+        if suffix == ".parquet":
+            pq.write_table(table, file)
+        else:
+            with pa.ipc.new_file(file, table.schema) as batches:
+                batches.write_table(table)
+    refused(path, "SOURCE_LAYOUT", "columns of one name", rule="ids:episode_id")
+
+
+def test_one_number_an_episode_is_a_column(tmp_path: Path) -> None:
+    rows = episodes() | {"task": [4, 3, 2, 1], "dones": [False, True, False, False]}
+    fields = [("task", pa.int32()), ("dones", pa.bool_())]
+    schema = pa.schema([field for field in SCHEMA if field.name != "dones"] + fields)
+    with open_source(write(tmp_path / "x.parquet", rows, schema)) as source:
+        assert source.read("task", 3, 16).tolist() == [4] * 2 + [3] * 9 + [2] * 2
+        assert source.terminated.tolist() == [False, True, False, False]
+        convert(source, tmp_path / "d", where="task < 3", quiet=True)
+    assert open_dataset(tmp_path / "d").episodes.lengths.tolist() == [4, 7]

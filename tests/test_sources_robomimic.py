@@ -9,6 +9,8 @@ import h5py
 import numpy as np
 import pytest
 
+from gear_offline.convert.conversion import convert
+from gear_offline.dataset.dataset import open_dataset
 from gear_offline.sources import join_sources, open_source, pick_episodes
 from tests.hdf5_files import write
 from tests.support import iter_episodes, refused
@@ -181,6 +183,20 @@ def test_groups_of_any_name_are_episodes(tmp_path: Path) -> None:
     with open_source(write(tmp_path / "d3rlpy.h5", both), names={"observations": "y"}) as source:
         assert source.episodes.lengths.tolist() == [3, 4]
         np.testing.assert_array_equal(source.read("observations/1", 3, 7), steps(4, 1))
+
+
+def test_one_number_an_episode_is_a_column(tmp_path: Path) -> None:
+    columns: dict[str, Any] = {}
+    for n, count in enumerate((3, 1, 4)):
+        head = f"data/demo_{n}"
+        columns |= {f"{head}/{name}": steps(count) for name in ("obs/x", "actions")}
+        columns |= {f"{head}/task": n, f"{head}/success": n != 1, f"{head}/rewards": 5.0}
+    path = write(tmp_path / "x.hdf5", columns)
+    with open_source(path) as source:
+        assert source.read("task", 0, 8).tolist() == [0, 0, 0, 1, 2, 2, 2, 2]
+        assert "rewards" not in source.spec  # a row each, or none
+        convert(source, tmp_path / "d", where="success and task > 0", quiet=True)
+    assert open_dataset(tmp_path / "d").episodes.lengths.tolist() == [4]
 
 
 def test_groups_that_have_other_names_say_how_to_name_them(tmp_path: Path) -> None:

@@ -134,10 +134,13 @@ def _columns(
         if is_longer and column not in (rewards, *flags) and column[:5] != "next_":
             headers[column] = header._replace(shape=(steps, *header.shape[1:]))
             headers |= {after: headers[column]._replace(first=1)} if after else {}
-    for flag in {*flags} & {*group} if steps > 0 else ():
-        if group[flag].dtype and group[flag].shape in {(), (1,)} - {(steps,)}:  # one an episode
-            ended = flag_values(np.array([file.scalar(group[flag].path)]), flag, where)
-            headers[flag] = ended & (np.arange(steps) == steps - 1)
+    for column, header in group.items() if steps > 0 else ():
+        if header.dtype and header.shape in {(), (1,)} - {(steps,)}:  # one an episode
+            value, last = file.scalar(header.path), np.arange(steps) == steps - 1
+            if column in flags:
+                headers[column] = flag_values(np.array([value]), column, where) & last
+            elif value is not None and column.split("/")[0] not in {rewards, *STEPWISE}:
+                headers[column] = np.full(steps, value, header.dtype)
     optional = (*OPTIONAL, "next_obs")
     chosen, left_out = find_columns(headers, asked, (needed, "actions"), optional, where=where)
     rows, claimed = headers[chosen[0]].shape[0], file.attribute(name, "num_samples")

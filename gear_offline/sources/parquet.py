@@ -36,9 +36,11 @@ MAX_EPISODES = 1 << 24  # of a file; each takes some tens of bytes
 def open_parquet(path: Path, asked: Asked) -> Source:
     """Open a file of one row a step or an episode; reads how long they are."""
     path, names = path.absolute(), asked.names
-    file = (ArrowFile if path.suffix.lower() in ARROW else ParquetFile)(path)
-    if not file.rows:
-        raise misfit("no rows", path, "give a file with a row for each step or episode")
+    form = "arrow" if path.suffix.lower() in ARROW else "parquet"
+    file = (ArrowFile if form == "arrow" else ParquetFile)(path)
+    if not file.rows or len({*file.schema.names}) < len(file.schema.names):
+        what = "columns of one name" if file.rows else "no rows"
+        raise misfit(what, path, "give a row for each step or episode, columns of different names")
     types = {field.name: field.type for field in file.schema}
     lists = [name for name, kind in types.items() if is_list(kind) and is_numeric(kind)]
     observed, acts = (split_names(names.get(name, name)) for name in REQUIRED)
@@ -51,10 +53,9 @@ def open_parquet(path: Path, asked: Asked) -> Source:
     by_step = bool(tells & numbers) or not lists  # of an episode they are lists
     arrays = {n: _array(file, n, kind, by_step) for n, kind in types.items()}
     if by_step:
-        name = f"{file.format}-rows"
-        return table_source(arrays, asked, (file.file,), lambda rows: rows, format=name)
+        return table_source(arrays, asked, (file.file,), lambda r: r, format=f"{form}-rows")
     stored, left_out = find_columns(arrays, asked, REQUIRED[::-1], ("rewards",), where=str(path))
-    once = sorted(flags & numbers)  # flags of one value an episode
+    once = sorted(numbers)  # of one value an episode
     if file.rows > MAX_EPISODES:
         raise misfit(f"{file.rows:,} episodes", path, f"give files of at most {MAX_EPISODES:,}")
     lengths = np.zeros(file.rows, np.int64)
@@ -71,8 +72,10 @@ def open_parquet(path: Path, asked: Asked) -> Source:
         with file.reading():
             values, ends = columns[name].read(first, last), bounds[first + 1 : last + 1] - 1
             if name in once:
-                ended = ends[step_rows(values, name, path) != 0]
-                return np.isin(np.arange(start, stop), ended)
+                each = step_rows(values, name, path)
+                if name in flags:
+                    return np.isin(np.arange(start, stop), ends[each != 0])
+                return each.repeat(lengths[first:last])[start - bounds[first] :][: stop - start]
             counts, steps = _lengths(values), values.flatten()
             if name in observed and np.array_equal(counts, lengths[first:last] + 1):
                 steps = steps.take(np.delete(np.arange(len(steps)), np.cumsum(counts) - 1))
@@ -92,7 +95,7 @@ def open_parquet(path: Path, asked: Asked) -> Source:
         lengths=lengths,
         info=SourceInfo(
             uri=asked.uri,
-            format=file.format,
+            format=form,
             rule="rows",
             reference_name=next((d for f in folders if (d := dataset_of_file(f))), None),
             files=(file.file,),
@@ -113,8 +116,6 @@ def _array(file: ParquetFile, name: str, kind: Any, by_step: bool) -> SimpleName
 
 class ParquetFile:
     """A file of which columns are read in batches of rows."""
-
-    format = "parquet"
 
     def __init__(self, path: Path) -> None:
         with package_needed("parquet is read by pyarrow", "parquet"):
@@ -151,8 +152,6 @@ class ParquetFile:
 
 class ArrowFile(ParquetFile):
     """A file, or a stream, of Arrow's batches of rows: Feather's, Hugging Face's on disk."""
-
-    format = "arrow"
 
     def __init__(self, path: Path) -> None:
         with package_needed("arrow files are read by pyarrow", "parquet"):

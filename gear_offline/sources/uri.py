@@ -205,8 +205,7 @@ def _open_folder(path: Path, asked: Asked) -> Source:
         if same := sum(map(np.array_equal, ids[::2], ids[1::2])):
             source.warn(f"{count_text(same, 'episode')} cut where another file begins")
     aside += [file.name for file in held if file not in files]
-    apart = f"{some_names(aside)} left out: convert them apart, or go.join_sources takes all"
-    source.warn(*[apart] * bool(aside))
+    source.warn(*[f"{some_names(aside)} left out: convert apart, or go.join_sources"] * bool(aside))
     return source
 
 
