@@ -269,7 +269,7 @@ def test_an_exception_of_a_callback_ends_the_run_with_one_error(data: Path, tmp_
 
     class BrokenEnd(go.Callback):
         def on_end(self, run: go.Run, error: BaseException | None) -> None:
-            raise KeyError("end")
+            raise SystemExit("end")
 
     diary, out = Diary(), tmp_path / "run"
     broken = [Broken(), BrokenEnd(), diary]

@@ -96,7 +96,7 @@ class Callbacks(AbstractContextManager["Callbacks"]):
         try:  # whatever it sets or draws, the steps to come are as without it
             with torch.random.fork_rng(devices=[]), torch_threads(None), chdir("."):
                 self.stop = bool(getattr(callback, event)(self.run, *facts)) or self.stop
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             what = f"a callback failed: {type(error).__name__}: {first_line(error)}"
             remedy = f"mend it; the run in {self.run.path} goes on from its newest checkpoint "
             remedy += "with resume"
