@@ -277,6 +277,8 @@ def test_data_without_a_flag_of_terminations_are_said(tmp_path: Path, rule: str)
         ("episode_id", EPISODE, "ids:episode_id"),
         ("eps_id", 9 - EPISODE, "ids:eps_id"),
         ("timestep", STEP, "first:timestep=0"),
+        ("t", STEP + 1, "first:t=1"),
+        ("env_step", 4.0 * STEP, "first:env_step=0"),
     ],
 )
 def test_episodes_that_the_flags_do_not_tell_are_told(
@@ -305,6 +307,31 @@ def test_rows_of_mixed_episodes_are_told(tmp_path: Path) -> None:
     assert (
         converted(npz(tmp_path, sorted_rows), tmp_path / "e").episodes.lengths.tolist() == [12] * 2
     )
+
+
+def test_an_episode_of_one_step_hides_no_counter(tmp_path: Path) -> None:
+    rows = {name: np.insert(column, 7, 0, axis=0) for name, column in STEPS.items()}
+    rows |= {"t": np.insert(STEP, 7, 0), "dones": np.insert(TERMINAL, 7, False)}
+    with one_error("SOURCE_LAYOUT", "first:t=0 tells of 5 episodes, and dones of 3") as _:
+        go.convert(npz(tmp_path, rows), tmp_path / "d", quiet=True)
+    dataset = converted(npz(tmp_path, rows), tmp_path / "d", ends="first:t=0")
+    assert dataset.episodes.lengths.tolist() == [7, 1, 5, 8, 4]
+    # the flag is not true at every end, so it tells which are terminations
+    assert dataset.terminated.tolist() == [True, False, False, True, False]
+    assert not dataset.manifest.source.warnings
+
+
+@pytest.mark.parametrize("name", ["truncs", "time_limit_reached", "is_final", "cut"])
+def test_a_flag_of_an_unknown_name_is_told(tmp_path: Path, name: str) -> None:
+    rows = STEPS | {"dones": TERMINAL, name: LIMIT.astype("u1")}
+    dataset = converted(npz(tmp_path, rows), tmp_path / "d")
+    assert dataset.episodes.lengths.tolist() == [7, 13, 4]
+    (told,) = (text for text in dataset.manifest.source.warnings if text.startswith(name))
+    assert f"is true at {LIMIT[:-1].sum()} step" in told
+    names = re.search(r"--rename (\S+)", told)
+    assert names is not None
+    fixed = converted(npz(tmp_path, rows), tmp_path / "fixed", rename=dict([names[1].split("=")]))
+    assert fixed.episodes.lengths.tolist() == [*LENGTHS] and fixed.terminated.tolist() == ENDED
 
 
 def test_columns_that_only_resemble_steps_say_nothing(tmp_path: Path) -> None:
@@ -528,6 +555,7 @@ ADVICE: dict[str, tuple[dict[str, Any], list[str], dict[str, str], list[int] | N
         {},
         [*LENGTHS],
     ),
+    "two kinds of ends": ({"dones": TERMINAL + 2 * LIMIT}, [], {}, [*LENGTHS]),
     "ids as a flag": ({"trial": EPISODE}, ["--rename", "trial=dones"], {}, None),
     "done alone": ({"done": EITHER}, [], {"N": "8"}, [*LENGTHS]),
     "union": ({"dones": EITHER, "timeouts": LIMIT}, [], {}, [*LENGTHS]),

@@ -130,14 +130,15 @@ def test_a_flag_of_one_value_an_episode(tmp_path: Path) -> None:
             assert source.read("terminated", start, stop).tolist() == flags[start:stop]
 
 
-def test_an_episode_in_two_files_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [int, str])
+def test_an_episode_in_two_files_is_told(tmp_path: Path, name: type) -> None:
     for number, ids in enumerate(([3, 3, 5], [5, 5], [4, 5])):
         rows: Episodes = {"observations": [[1.0]] * len(ids), "actions": [[1.0]] * len(ids)}
-        write(tmp_path / f"{number}.parquet", rows | {"episode_id": ids}, None)
+        write(tmp_path / f"{number}.parquet", rows | {"episode_id": [*map(name, ids)]}, None)
     with open_source(tmp_path, rule="ids:episode_id") as source:
         assert source.episodes.lengths.tolist() == [2, 1, 2, 1, 1]
         told = "1 episode cut where another file begins"
-        assert told in source.info.attributes["warnings"]
+        assert any(text.startswith(told) for text in source.info.attributes["warnings"])
 
 
 def test_observations_of_one_step_more(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ class SourceInfo:
     scores: ReferenceScores | None = None  # that the source itself says
     reference_name: str | None = None  # D4RL's, if the environment does not tell the scores
     files: tuple[InputFile, ...] = ()  # to digest, in order
+    edges: tuple[Array, ...] = ()  # ids of the first and the last row, where a rule reads ids
     # small JSON-able facts; "warnings" is a list of lines for the user's eyes
     attributes: Mapping[str, Any] = field(default_factory=dict)
 

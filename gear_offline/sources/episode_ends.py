@@ -8,7 +8,9 @@ Shape legend: N rows, E episodes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -22,6 +24,7 @@ from gear_offline.sources.input_files import misfit
 from gear_offline.sources.row_marks import falls, last_rows, row_marks, unnamed_marks
 from gear_offline.sources.rules import CUTS, Rule, default_rule, split_values, union
 
+_LIKELY = re.compile(r"trunc|limit|time_?out|final|last|cut(_|$)", re.IGNORECASE)
 NO_TERMINATION = "no flag tells a termination: every episode counts as truncated"
 
 
@@ -63,15 +66,34 @@ def split_episodes(
     lengths = np.diff(last, prepend=np.int64(-1))
     terminated = parsed.terminated(last, lengths, true)
     terminated[-1] &= not tail
+    if parsed.marks and not np.isin(last, union(map(true, parsed.terminals))).all():
+        note = ""  # they are not true at every end, so they tell how episodes ended
     notes = [note] if note else []
     if asked and not parsed.terminals and CUTS not in asked:
         notes.append(NO_TERMINATION)
     if parsed.marks:
         notes += _inside({name: true(name) for name in others}, last)
+    if asked is None:
+        notes += _likely(table, flags, last, rows, where)
     for name in (part[6:-2] for part in row_marks(table) if part[:6] + part[-2:] == "first:=0"):
         if inside := np.setdiff1d(falls(table[name], rows), last).size:
-            notes.append(f"{name} falls at {inside:,} steps inside episodes: sort the rows by it")
+            notes.append(f"{name} falls at {inside:,} steps inside episodes: sort their rows by it")
     return asked or rule, lengths, terminated, tail, notes
+
+
+def _likely(
+    table: Mapping[str, Any], flags: Collection[str], last: Int64Array, rows: int, where: str
+) -> list[str]:
+    """Warn of columns that are no `flags`, but have the values and the name of one."""
+    notes = []
+    for name in (n for n in table if n not in flags and _LIKELY.search(n)):
+        column = table[name]
+        if column.shape == (rows,) and column.dtype.kind in "biu":
+            with suppress(InputError):  # of other values
+                if inside := np.setdiff1d(true_rows(column, name, where), last).size:
+                    what = f"{name} is true at {inside:,} steps inside episodes"
+                    notes.append(f"{what}; if they end there: --rename {name}=timeouts")
+    return notes
 
 
 def _no_rule(marks: list[str], where: str) -> InputError:

@@ -70,6 +70,10 @@ def flag_values(
         rule = "|".join([f"{name}={values[-1]:g}", *others])
         reads = f"--ends ids:{name}" if runs == values.size > 2 else f"--rule '{rule}'"
         remedy = f"{reads} may read it" if flags else remedy
+        if flags and not others and values.size == 3 and 2 * np.sum(rows == 0) > rows.size:
+            end, cut = values[values != 0]
+            remedy = f"--ends 'last:{name}={cut:g}|{name}={end:g}' if {end:g} is a termination and "
+            remedy += f"{cut:g} a cut, or the other way round"
     raise misfit(what, where, remedy)
 
 

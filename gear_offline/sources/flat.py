@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from gear_offline.core.text import count_text
+from gear_offline.core.types import Array
 from gear_offline.errors import InputError
 from gear_offline.sources.base import Asked, Piece, Source, SourceInfo, own_scores
 from gear_offline.sources.columns import can_be_column, row_kinds, some_names, split_names
@@ -101,14 +102,18 @@ def flat_source(
     table = {name: rows for name, rows in columns.items() if name not in flags.values()}
     table |= {new: columns[old] for new, old in {**names, **flags}.items() if old in columns}
     table = {**columns, **table, **(others or {})}
-    left_out = facts.get("left_out", {})
+    left_out, edges = facts.get("left_out", {}), tuple[Array, ...]()
     for mark in MARK.finditer(rule or ""):
         if mark[2] in left_out and mark[2] not in table:
             what = f"{mark[2]} is {left_out[mark[2]]}, and {mark[0]} asks for numbers"
             raise InputError("COLUMN", what, where, "store it as whole numbers")
+        if mark[1] == "ids" and mark[2] in table:
+            read = Piece.of({mark[2]: table[mark[2]]}).read
+            edges = tuple(read(mark[2], row, row + 1) for row in (0, piece.steps - 1))
     rule, lengths, ended, tail, hints = split_episodes(rule, table, flags, piece.steps, where=where)
     facts = {**facts, "unfinished_tail_steps": tail, "warnings": [*notes, *hints]}
-    kinds, origin = row_kinds(columns), SourceInfo(rule=rule, attributes=facts, **info)
+    kinds = row_kinds(columns)
+    origin = SourceInfo(rule=rule, attributes=facts, edges=edges, **info)
     sizes = {name: getattr(rows, "preferred_rows", 0) for name, rows in columns.items()}
     return Source([piece], kinds, lengths=lengths, terminated=ended, preferred=sizes, info=origin)
 

@@ -49,8 +49,9 @@ def open_parquet(path: Path, asked: Asked) -> Source:
     rewards, flags = {names.get("rewards", "rewards")}, {*chosen_flags(types, names).values()}
     known = {mark[2] for mark in map(MARK.fullmatch, row_marks(types)) if mark}
     tells = rewards & types.keys() or (set[str]() if nested else flags or known)
-    tells |= {*observed, *acts, *(mark[2] for mark in MARK.finditer(asked.rule or ""))}
-    by_step = bool(tells & numbers) or not lists  # of an episode they are lists
+    asks = {mark[2] for mark in MARK.finditer(asked.rule or "")} & types.keys() - {*lists}
+    tells |= {*observed, *acts}
+    by_step = bool(asks or tells & numbers) or not lists  # of an episode they are lists
     arrays = {n: _array(file, n, kind, by_step) for n, kind in types.items()}
     if by_step:
         return table_source(arrays, asked, (file.file,), lambda r: r, format=f"{form}-rows")

@@ -23,7 +23,7 @@ from gear_offline.sources.input_files import misfit
 
 BOUNDS = ("starts", "ends", "lengths")  # that need not have a row a step
 MARK = re.compile(r"(starts|ends|lengths|ids|first|last):([^|=]+)(?:=(-?[0-9.]+))?")
-MIXED = "sort the rows by episode, and give each an id of its own"
+MIXED = "sort the rows by episode and step, and give each episode an id of its own"
 _ROW_MARKS = (  # names of columns that tell where episodes are, and the part of a rule for them
     (r"(.*/)?(is_first|episode_starts?)", "first:{}"),
     (r"(.*/)?step_type", "last:{}=2"),
@@ -78,15 +78,25 @@ def _bounds(kind: str, column: Any, rows: int) -> Int64Array | None:
     return np.union1d(stops[stops > 0].astype(np.int64), [rows]) - 1
 
 
-def _counts_steps(column: Any) -> bool:
-    """Check that a column counts the steps of each episode from 0 on."""
-    before = -1
+def _counts_from(column: Any) -> float | None:
+    """Return the number from which a column counts the steps of each episode, by equal rises.
+
+    ``None`` of one that does not, or that seldom rises.
+    """
+    first: float | None = None
+    rise: float | None = None
+    before, rises, repeats = np.zeros(0), 0, 0
     for _, part in blocks_of(column):
-        steps = np.append(before, part)
-        if not np.where(steps[1:] == 0, steps[:-1] != 0, np.diff(steps) == 1).all():
-            return False
-        before = steps[-1]
-    return True
+        steps = np.append(before, part.astype(np.float64))
+        first = float(steps[0]) if first is None else first
+        up = np.diff(steps)[steps[1:] != first]
+        if up.size and rise is None:
+            rise = float(up[0])
+        if rise is not None and (rise <= 0 or not (up == rise).all()):
+            return None
+        rises, repeats = rises + up.size, repeats + int((np.diff(steps) == 0).sum())
+        before = steps[-1:]
+    return first if rises > repeats else None
 
 
 def falls(column: Any, rows: int) -> Int64Array:
@@ -112,9 +122,14 @@ def unnamed_marks(table: Mapping[str, Any], rows: int) -> dict[str, tuple[Int64A
                     marks[f"{kind}:{name}"] = last, ""
     for mark in filter(None, map(MARK.fullmatch, row_marks(table))):
         column = table[mark[2]]
-        counts = mark[3] != "0" or (column.dtype.kind != "U" and _counts_steps(column))
-        if column.shape[0] != rows or not counts:
+        if column.shape[0] != rows:
             continue
+        if mark[3] == "0":
+            first = _counts_from(column) if column.dtype.kind in "iuf" else None
+            own = None if first is None else MARK.fullmatch(f"first:{mark[2]}={first:.15g}")
+            if own is None:
+                continue
+            mark = own
         try:
             marks[mark[0]] = last_rows(mark, column, rows, ""), ""
         except InputError:  # of floats it is another column, of a usual name

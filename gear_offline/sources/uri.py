@@ -33,7 +33,6 @@ from gear_offline.sources.lerobot import INFO, open_lerobot
 from gear_offline.sources.minari import data_directory, find_directory, open_minari
 from gear_offline.sources.npz import open_npz
 from gear_offline.sources.parquet import ARROW, open_parquet
-from gear_offline.sources.row_marks import MARK
 from gear_offline.sources.rules import CONVENTIONS
 from gear_offline.sources.zarr import open_zarr
 
@@ -199,11 +198,10 @@ def _open_folder(path: Path, asked: Asked) -> Source:
     files = [file for file in groups[0] if file not in held] or groups[0]
     parts = [_open(file, asked._replace(uri=file.name)) for file in files]
     source = join_sources(parts, uri=folder.name)
-    mark = MARK.match(asked.rule or "")
-    if mark and mark[1] == "ids" and (name := mark[2]) in source.spec:
-        ids = [p.read(name, n, n + 1) for p in parts for n in (0, p.spec.steps - 1)][1:-1]
-        if same := sum(map(np.array_equal, ids[::2], ids[1::2])):
-            source.warn(f"{count_text(same, 'episode')} cut where another file begins")
+    ids = [edge for part in parts for edge in part.info.edges][1:-1]
+    if same := sum(map(np.array_equal, ids[::2], ids[1::2])):
+        what = f"{count_text(same, 'episode')} cut where another file begins"
+        source.warn(f"{what}: of one id there; join such files first, as pandas.concat does")
     aside += [file.name for file in held if file not in files]
     source.warn(*[f"{some_names(aside)} left out: convert apart, or go.join_sources"] * bool(aside))
     return source
