@@ -135,7 +135,10 @@ def test_all_problems_are_told() -> None:
     for overrides in (["train.steps=x", "seed=y"], ["train.accumulate=7", "model.heads=3"]):
         said = refused("paper", *overrides)
         assert all(override.partition("=")[0] in said for override in overrides)
-    assert "selection.strategy=top_percent" in refused("paper", "selection=top_k")
+    assert "selection.strategy=top_k" in refused("paper", "selection=top_k")
+    two = "selection.strategy=top_percent selection.percent=50"
+    for text in ("selection=", "selection.strategy="):
+        assert two in refused("paper", f"{text}top_percent:percent=50")
 
 
 # a million narrow blocks would fit the memory, and never be made

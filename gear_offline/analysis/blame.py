@@ -151,10 +151,10 @@ def blame(
     recipe = opened.recipe
     if recipe.data.admit_every is not None:
         raise _unknown(opened, "the data grew while the run trained")
-    last = min(last, recipe.train.batch_of(recipe.train.steps - 1))
+    asked, last = last, min(last, recipe.train.batch_of(recipe.train.steps - 1))
     batches, past = _taken(recipe, max(0, first), last + 1), _taken(recipe, 0, first)
     if not len(batches):
-        what, remedy = f"no batches from {first} to {last}", "give first and last, like 4100..4160"
+        what, remedy = f"no batches from {first} to {asked}", f"the run has those of 0 to {last}"
         raise InputError("USAGE", what, str(opened.path), remedy)
     ordinary = _taken(recipe, max(0, first - len(batches)), first)
     if not len(ordinary):

@@ -94,7 +94,8 @@ def find_recipe(name_or_path: str | os.PathLike[str], *, relative_to: Path | Non
     if (path / "checkpoints").is_dir():
         raise lost_recipe(path)
     guess = nearest(path.stem, list(shipped))
-    what = f"no recipe {text!r}" + (" and no run there" if path.is_dir() else "")
+    may_be_run = path.is_dir() or (is_path and not path.suffix)
+    what = f"no recipe {text!r}" + (" and no run there" if may_be_run else "")
     remedy = (f"did you mean {guess!r}? " if guess else "") + "`gear-offline recipes ls` lists them"
     raise InputError("RECIPE", what, str(relative_to or ""), remedy)
 

@@ -116,7 +116,9 @@ def problem_text(problem: Any) -> str:
     if problem["type"] == "string_type" and type(problem["input"]) in (int, float, list, dict):
         message += f"""; a text of such characters has two quotes: {path}='"TEXT"'"""
     if path == "selection":
-        message += "; write selection.strategy=top_percent selection.percent=10"
+        name, _, options = str(problem["input"]).partition(":")
+        of_text = [f"selection.{option}" for option in options.split(",") if option]
+        message += f"; write {' '.join([f'selection.strategy={name}', *of_text])}"
     return f"{path}: {message}" if path else message
 
 

@@ -25,6 +25,7 @@ from pydantic import (
     Tag,
     TypeAdapter,
     ValidationError,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -135,6 +136,15 @@ class SelectionSettings(Section):
 
     strategy: Part = "uniform_steps"
     """Name of a selection strategy, whose own options stand next to it, or FILE.py:Name."""
+
+    @field_validator("strategy", mode="before")
+    @classmethod
+    def _check_strategy(cls, strategy: Any) -> Any:
+        name, _, options = strategy.partition(":") if isinstance(strategy, str) else ("",) * 3
+        if "=" in options:  # as of `--strategies`
+            asked = " ".join(f"selection.{option}" for option in options.split(","))
+            raise ValueError(f"its options stand beside it: selection.strategy={name} {asked}")
+        return strategy
 
     @property
     def options(self) -> dict[str, Any]:

@@ -216,7 +216,7 @@ def _taken(source: Source, new: str, olds: Sequence[str]) -> dict[str, list[Colu
             why = source.info.attributes.get("left_out", {}).get(old)
             what = f"no {old!r} to take as {new!r}{f': {why}' if why else ''}"
             remedy = f"found: {some_names(columns)}"
-            if new in columns:
+            if new in columns and len(olds) == 1:
                 remedy = f"the new name stands first: {old}={new}; {remedy}"
             raise InputError("COLUMN", what, source.info.uri, remedy)
         if len(olds) == 1:
