@@ -177,7 +177,7 @@ class Planner:
     def _elsewhere(
         self, homes: Int64Array, slots: Int64Array, moves: BoolArray
     ) -> tuple[Int64Array, ...]:
-        """Return who reads which segment from whom: all that are held elsewhere, (M,).
+        """Return the reads of segments that are held elsewhere, (M,).
 
         Their step, place, slot, reader, owner and block, in the order of block, reader and owner.
         """

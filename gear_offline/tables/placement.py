@@ -169,7 +169,7 @@ def _addressed(
     owners: Int64Array,
     before: PlacedTable | None,
 ) -> tuple[GroupAddresses, ...]:
-    """Return where each episode begins: on the GPU that owns it, where it was, or on the host."""
+    """Return the addresses of episodes: on the GPU that owns one, where it was, or on the host."""
     groups = []
     for number, (group, row_zero) in enumerate(zip(table.groups, row_zeros, strict=True)):
         addresses = row_zero + table.first_rows() * group.row_bytes  # in host memory
