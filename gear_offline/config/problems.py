@@ -10,7 +10,13 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from gear_offline.config.sections import MODELS, OWN_MODEL, DataSettings, TaskSettings
+from gear_offline.config.sections import (
+    MODELS,
+    OWN_MODEL,
+    DataSettings,
+    TaskSettings,
+    selection_options,
+)
 from gear_offline.errors import InputError
 
 # What people write who come from other programs, where it is not near the name here.
@@ -116,9 +122,8 @@ def problem_text(problem: Any) -> str:
     if problem["type"] == "string_type" and type(problem["input"]) in (int, float, list, dict):
         message += f"""; a text of such characters has two quotes: {path}='"TEXT"'"""
     if path == "selection":
-        name, _, options = str(problem["input"]).partition(":")
-        of_text = [f"selection.{option}" for option in options.split(",") if option]
-        message += f"; write {' '.join([f'selection.strategy={name}', *of_text])}"
+        asked = problem["input"] if isinstance(problem["input"], str) else "top_percent:percent=10"
+        message += f"; write {selection_options(asked)}"
     return f"{path}: {message}" if path else message
 
 

@@ -129,6 +129,13 @@ class CollectSettings(Section):
     """Seed of the environments and of the policy's making."""
 
 
+def selection_options(text: str) -> str:
+    """Return a recipe's options for ``NAME:OPTION=VALUE,...``, as `--strategies` takes it."""
+    name, _, options = text.partition(":")
+    beside = (f"selection.{option}" for option in options.split(",") if option)
+    return " ".join([f"selection.strategy={name}", *beside])
+
+
 class SelectionSettings(Section):
     """The choice of a batch's segments."""
 
@@ -140,10 +147,8 @@ class SelectionSettings(Section):
     @field_validator("strategy", mode="before")
     @classmethod
     def _check_strategy(cls, strategy: Any) -> Any:
-        name, _, options = strategy.partition(":") if isinstance(strategy, str) else ("",) * 3
-        if "=" in options:  # as of `--strategies`
-            asked = " ".join(f"selection.{option}" for option in options.split(","))
-            raise ValueError(f"its options stand beside it: selection.strategy={name} {asked}")
+        if isinstance(strategy, str) and "=" in strategy.partition(":")[2]:
+            raise ValueError(f"its options stand beside it: {selection_options(strategy)}")
         return strategy
 
     @property

@@ -238,7 +238,7 @@ def try_model(
 
 
 def _obstacle(model: SequenceModel, window: PlayedWindow, batch: Batch) -> tuple[str, str] | None:
-    """Find a loss of a model when it is loaded, or a lack in play; return it and the remedy."""
+    """Return a fault of a model and its remedy: weights are not saved, or it sees its action."""
     if odd := [key for key, value in model.state_dict().items() if not isinstance(value, Tensor)]:
         return f"its state dict has {odd[0]}, which is no tensor", "make it a buffer"
     again = make_model(model.part[0], model.facts, model.settings).to(window.actions.device).eval()
