@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,18 @@ def test_what_playing_does_not_share_with_the_data_is_said(
     said = capfd.readouterr().err
     assert "max_episode_steps=7 among them" in said
     assert ("map made the data's observations, and Pendulum-v1 has its own" in said) is mapped
+
+
+def test_another_version_of_the_simulator_is_said(tmp_path: Path, capfd: Captured) -> None:
+    columns = hopper_columns(6, state_dim=3, action_dim=1)
+    position = {"infos/qpos": np.zeros((6, 1))}  # MuJoCo's data have it
+    for made, extra in (("2.3.7", position), (version("mujoco"), position), ("2.3.7", {})):
+        source = ArraySource(columns | extra, [3, 3], attributes={"attributes": {"mujoco": made}})
+        place = tmp_path / f"{made} {len(extra)}"
+        convert(source, place, environment="Pendulum-v1", quiet=True)
+        resolve(tiny_recipe(place), open_dataset(place))
+        said = "the data are of MuJoCo 2.3.7, and" in capfd.readouterr().err
+        assert said is (made == "2.3.7" and bool(extra))
 
 
 def test_options_of_data_hold_for_the_environment_that_the_user_names(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from gear_offline.config.sections import CollectSettings, DataSettings
 from gear_offline.convert.conversion import changed_files, convert, options_text
 from gear_offline.core.files import check_folder, turn_of
 from gear_offline.core.hub import is_there
-from gear_offline.core.system import available_bytes
+from gear_offline.core.system import available_bytes, versions
 from gear_offline.core.text import count_text, say, short, size_text, texts
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.growing import GrowingDataset
@@ -455,6 +455,12 @@ def _probe_environment(
         say(f"evaluation in {name} as the data say: {how}", quiet=quiet)
     else:
         say_left_out(options, dataset.environment_options, quiet=quiet)
+    noted = dataset.manifest.source.attributes.get("attributes")  # of a file: anything
+    made = noted.get("mujoco") if isinstance(noted, dict) else None
+    here, simulated = versions("mujoco").get("mujoco", made), "infos/qpos" in dataset.statistics
+    if simulated and made not in (None, here):
+        what = f"the data are of MuJoCo {made}, and {here} plays"
+        say(f"{what}: its contacts end elsewhere, which changes returns", quiet=quiet)
     return facts, whole
 
 
