@@ -64,14 +64,14 @@ def write_report(run: str | os.PathLike[str], *, final: EvaluationReport | None 
         raise InputError("RUN_NOT_FOUND", what, where=str(run), remedy=remedy)
     results: Mapping[str, TaskResult | None] = (final and final.named) or {"": final}
     datasets = {
-        name: _dataset(recipe.of_task(name) if recipe and name else recipe) for name in results
+        name: dataset_of(recipe.of_task(name) if recipe and name else recipe) for name in results
     }
     sections, pictures = list[dict[str, Any]](), dict[str, bytes]()
     if losses := {step: loss for step, loss in logged.items() if loss is not None}:
         pictures[CURVE] = _draw_learning_curve(run.name, losses, evaluations)
     at = "" if final is None or final.step is None else f" at step {final.step:,}"
     for name, result in results.items():  # of one task the name is empty
-        levels, picture = _levels(result, datasets[name]), None
+        levels, picture = data_levels(result, datasets[name]), None
         if result is not None and result.targets and not result.goals:
             picture = f"plots/asked_vs_achieved{f'-{name}' if name else ''}.png"
             title = f"{run.name}{at} in {result.environment}"
@@ -118,14 +118,14 @@ def _plain_markdown(value: Any) -> Any:
     return Markup(markdown(value)) if type(value) is str else value
 
 
-def _dataset(recipe: Recipe | None) -> Dataset | None:
+def dataset_of(recipe: Recipe | None) -> Dataset | None:
     """Return the dataset of a recipe, while it is still there."""
     if recipe is None or recipe.data.path is None or not is_there(recipe.data.path):
         return None
     return open_dataset(recipe.data.path, verify=False, admissions=recipe.data.admissions)
 
 
-def _levels(result: TaskResult | None, data: Dataset | None) -> dict[str, float]:
+def data_levels(result: TaskResult | None, data: Dataset | None) -> dict[str, float]:
     """Return returns of a task's data to compare with; goals have none."""
     if data is None or not data.manifest.returns.count or (result and result.goals):
         return {}

@@ -49,6 +49,18 @@ class SweepResult(Printed):
         more = f"Not asked for last and not in the table: {count_text(self.others, 'more run')}."
         return more if self.others else ""
 
+    @property
+    def data(self) -> str:
+        """A sentence on the returns of the data that all trials have, while they are there."""
+        from gear_offline.runs.report import data_levels, dataset_of  # matplotlib takes a moment
+
+        recipes = [result.trial.recipe for result in self.trials]
+        if not self.table.asked or any(r.data != recipes[0].data for r in recipes):
+            return ""
+        levels = data_levels(self.trials[0].last, dataset_of(recipes[0]))
+        told = ", ".join(f"{name} {short(value)}" for name, value in levels.items())
+        return f"Returns: {told}." if told else ""
+
     def to_json(self) -> dict[str, Any]:
         """Return the document of ``--json``."""
         trials = [
@@ -67,7 +79,7 @@ class SweepResult(Printed):
     def print(self, *, console: Terminal | None = None) -> None:
         """Print a row a setting, the best one first, and what failed."""
         console = console or Terminal()
-        self.table.print(console, self.remark)
+        self.table.print(console, " ".join(filter(None, (self.data, self.remark))))
         for result in self.trials:
             if result.failure:
                 console.print(f"{result.trial.name} failed: {result.failure}")
