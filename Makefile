@@ -1,5 +1,5 @@
 # Two commands do everything on a fresh machine with Python >= 3.11:
-#   make demo   real simulator data -> shards -> trained, scored Decision Transformer (2 to 5 minutes)
+#   make demo   real simulator data -> shards -> three trained, scored Decision Transformers (3 to 6 minutes)
 #   make test   the CPU test suite
 VENV ?= .venv
 export VENV
@@ -9,7 +9,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 .PHONY: help demo dist docs test test-long test-lowest test-gpu test-rdma sanitize trust lint types format bench clean
 
 help:
-	@echo "make demo      collect MuJoCo data, convert, train, evaluate: tables and plots in demo/"
+	@echo "make demo      collect MuJoCo data, convert, train three seeds, evaluate: tables and plots in demo/"
 	@echo "make test      set up and run the CPU test suite"
 	@echo "make test-long run the tests of half a minute and more that make test leaves out"
 	@echo "make test-lowest  run the readers' tests with the lowest h5py, NumPy, pyarrow, ... allowed"
