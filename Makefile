@@ -29,8 +29,8 @@ demo:
 	@.ci/setup demo
 	@$(MAKE) --no-print-directory demo/seeds/sweep.md
 	@echo
-	@echo "Asked returns are above, with what three seeds achieved; a page is demo/seeds/sweep.md, the"
-	@echo "first seed's report and plots are in demo/seeds/runs/s0.  Where to go next:"
+	@echo "What three seeds achieve, by what they are asked for: demo/seeds/sweep.md and demo/seeds/plots;"
+	@echo "of the first seed: demo/seeds/runs/s0/report.md.  Where to go next:"
 	@echo "  source $(BIN)/activate                                     gear-offline becomes a command"
 	@echo "  gear-offline evaluate demo/seeds/runs/s0 --targets 2200,800     ask for something else"
 	@echo "  gear-offline convert YOUR.hdf5 data/mine                        your own or D4RL's files"

@@ -431,6 +431,21 @@ def test_each_of_several_targets_has_its_mean_over_seeds(goals: bool, filled: Pa
     json.dumps(result.to_json(), allow_nan=False)
 
 
+@pytest.mark.usefixtures("pictures")
+def test_seeds_alone_have_a_picture_of_what_is_asked(tmp_path: Path) -> None:
+    base = load_recipe("paper", {"train.steps": STEPS, "optimizer.warmup_steps": 1})
+    directory = SweepDirectory(tmp_path / "seeds")
+    directory.path.mkdir()
+    directory.write(directory.file_for(trials := make_trials(base, {}, range(2))))
+    for trial in trials:
+        fill(path := directory.run_path(trial), losses=[1.0], returns=[])
+        targets = [{"target": asked, "return": asked} for asked in (1.0, 25.0)]
+        write_lines(path / "evaluations.jsonl", [{"step": 9, "return": 25.0, "targets": targets}])
+    picture = read_sweep(directory.path).write().parent / "plots" / "asked_vs_achieved.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.name in (directory.path / "sweep.md").read_text()
+
+
 def test_the_report_names_settings_runs_and_failures(filled: Path) -> None:
     result = read_sweep(filled)
     text = result.write().read_text()
