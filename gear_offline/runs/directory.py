@@ -187,13 +187,13 @@ def _differences(before: Recipe, now: Recipe, step: int, *, is_resolved: bool) -
     if not is_resolved:
         free |= {key for key in {*old, *new} if new.get(key) is None} | {"model.action_tanh"}
     free |= {key for key in {*old, *new} if ORIGIN.fullmatch(key) or old.get(key) == "auto"}
-    unlike = dict[str, str]()
+    differences = dict[str, str]()
     for key in sorted({*old, *new} - free, key=lambda key: (key not in KINDS, key)):
         section, was, now_is = key.partition(".")[0], old.get(key), new.get(key)
-        is_implied = f"{section}.{OWN_OPTIONS.get(section)}" in unlike  # of another model
+        is_implied = f"{section}.{OWN_OPTIONS.get(section)}" in differences  # of another model
         if not (is_implied or is_same(was, now_is)):
-            unlike[key] = f"{key} was {was!r} when the run began and is {now_is!r} now"
-    return unlike
+            differences[key] = f"{key} was {was!r} when the run began and is {now_is!r} now"
+    return differences
 
 
 class RunDirectory(HeldDirectory):
