@@ -277,6 +277,8 @@ def test_options_that_cannot_be_played(tmp_path: Path) -> None:
                 evaluate(run, quiet=True, **{option: value})
     with one_error("ENVIRONMENT", "name the environment that the data came from$"):
         evaluate(run, environment="CartPole-v1", quiet=True)
+    with one_error("MODEL", "are a Decision Transformer's, not mlp's"):
+        evaluate(run, model="mlp", quiet=True)
 
 
 def test_a_checkpoint_that_training_removes_meanwhile_is_played_to_the_end(
