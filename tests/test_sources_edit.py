@@ -114,6 +114,20 @@ def test_edits_of_a_command_are_recorded(tmp_path: Path) -> None:
     assert manifest.source.attributes["edits"] == [*edits, "where length > 8: 1 of 7 episodes"]
 
 
+@pytest.mark.parametrize("function", [None, lambda episode: {"rewards": episode["rewards"] + 1}])
+def test_returns_that_are_nan_are_told(tmp_path: Path, function: Any) -> None:
+    """A comparison with NaN is false: the episode goes whichever way one asks."""
+    episodes = episodes_of([3, 4, 5])
+    episodes[1]["rewards"][0] = np.nan
+    for number, where in enumerate(("return > -1e9", "return <= 1e9")):
+        manifest = convert(
+            from_episodes(episodes), tmp_path / str(number), where=where, map=function, quiet=True
+        )
+        assert manifest.spec.episodes == 2
+        warnings = manifest.source.warnings
+        assert "return is NaN in 1 episode: no > or < of where keeps it" in warnings
+
+
 def test_a_function_sees_each_episode_once_for_all_columns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

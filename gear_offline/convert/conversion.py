@@ -468,7 +468,8 @@ def _edited(
         function, origin = find_function(map)
         notes.append(f"map {origin}")
     if where is not None:
-        kept = keep_episodes(where, edit_source(source, function))
+        mapped = edit_source(source, function)
+        kept, source.info = keep_episodes(where, mapped), mapped.info  # with its warnings
         counts = f"{kept.sum():,} of {count_text(kept.size, 'episode')}"
         notes.append(f"where {' '.join(where.split())}: {counts}")
     source = edit_source(source, function, kept)

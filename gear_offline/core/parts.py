@@ -218,10 +218,15 @@ def check_admitted(kind: Kind, name: str) -> None:
     """Refuse to import what only a run, a dataset or a policy folder names."""
     if name not in _admitted:
         what = f"{name!r} would import a module that only a run, a dataset or a policy names"
-        typed = f"{kind.option}={name}"
+        place, _, own = name.rpartition(":")
+        shown, remedy = name, "if you trust it, name it yourself"
+        if place.endswith(".py") and not Path(place).is_file():  # of another machine, or moved
+            what = f"{place}, which a run, a dataset or a policy names, is not here"
+            shown, remedy = f"{Path(place).name}:{own}", "get that file, and name it where it is"
+        typed = f"{kind.option}={shown}"
         if kind.argument:
-            typed += f" with train and sweep, else {kind.argument} {name}"
-        remedy = f"if you trust it, name it yourself: {typed}"
+            typed += f" with train and sweep, else {kind.argument} {shown}"
+        remedy += f": {typed}"
         raise InputError(kind.code, _refused.get(name, what), kind.option, remedy)
 
 

@@ -188,6 +188,10 @@ def keep_episodes(expression: str, source: Source) -> BoolArray:
         tree = ast.parse(text, mode="eval")
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         facts = {name: _fact(source, _SHOWN.get(name, name)) for name in sorted(names)}
+        for name, values in facts.items():
+            if count := int(np.isnan(values.astype(np.float64)).sum()):
+                what = f"{_SHOWN.get(name, name)} is NaN in {count_text(count, 'episode')}"
+                source.warn(f"{what}: no > or < of where keeps it")
         with np.errstate(all="ignore"):
             kept = np.asarray(_value(tree.body, facts), np.bool_)
         if kept.shape != (source.spec.episodes,):
