@@ -224,6 +224,34 @@ def test_a_function_makes_the_columns_that_a_file_lacks(tmp_path: Path) -> None:
         np.testing.assert_array_equal(np.concatenate([e["actions"] for e in read]), torques)
 
 
+def test_columns_that_are_named_stand_for_observations_with_a_function(tmp_path: Path) -> None:
+    columns = hopper_columns(12, seed=3)
+    columns["camera"] = columns.pop("observations")
+    write(tmp_path / "x.hdf5", columns)
+    turn: Any = lambda e: {"rewards": -e["rewards"]}  # noqa: E731
+    names = ["camera", "actions"]
+    convert(tmp_path / "x.hdf5", tmp_path / "a", columns=names, map=turn, quiet=True)
+    convert(tmp_path / "a", tmp_path / "b", map=turn, quiet=True)  # names are there already
+    for out, sign in (("a", -1), ("b", 1)):
+        made = open_dataset(tmp_path / out)
+        assert sorted(c.name for c in made.spec) == ["actions", "camera", "rewards"]
+        np.testing.assert_array_equal(made.column("camera"), columns["camera"])
+        np.testing.assert_array_equal(made.column("rewards"), sign * columns["rewards"])
+    with pytest.raises(InputError, match="no column 'observations'"):
+        names = ["observations", "actions"]
+        convert(tmp_path / "x.hdf5", tmp_path / "c", columns=names, map=turn, quiet=True)
+
+
+def test_rewards_that_a_function_makes_are_not_missed(tmp_path: Path) -> None:
+    columns = {k: v for k, v in hopper_columns(12, seed=3).items() if k != "rewards"}
+    write(tmp_path / "x.hdf5", columns)
+    bare = convert(tmp_path / "x.hdf5", tmp_path / "bare", quiet=True)
+    ones: Any = lambda e: {"rewards": np.ones(len(e["actions"]))}  # noqa: E731
+    made = convert(tmp_path / "x.hdf5", tmp_path / "made", map=ones, quiet=True)
+    told = [any("no rewards" in text for text in m.source.warnings) for m in (bare, made)]
+    assert told == [True, False]
+
+
 def test_groups_are_renamed_and_arrays_of_the_user_stay(tmp_path: Path) -> None:
     episode: Columns = {"obs": {"a": np.ones((3, 2)), "b": np.zeros(3)}, "actions": np.ones((3, 1))}
     with pytest.warns(UserWarning, match="training takes"):

@@ -217,9 +217,13 @@ def convert(
             source.warn(*_looks_wrong(source), *late)
         whole = source = shift_source(source, shift or {})
         source, kept = _edited(source, rename or {}, shift or {}, map, where)
+        if REWARDS not in source.spec:
+            name = "next.success" if "next.success" in source.spec else "NAME"
+            lost = "no rewards, so no returns: goals and cloning need none"
+            source.warn(f"{lost}; --rename {name}=rewards takes a column")
         groups = {name.split("/")[0] for name in (*kinds_of(source), *names.values())}
         lacking = [name for name in REQUIRED if name not in groups]
-        if path and lacking and (map or (columns is None and source.info.format != "gear")):
+        if path and lacking and columns is None and source.info.format != "gear":
             what = f"{'map made' if map else 'there are'} no {' and no '.join(lacking)}"
             remedy = f"return them from map, or name others: --rename NAME={lacking[0]}, --columns"
             raise InputError("COLUMN", what, source.info.uri, remedy)
