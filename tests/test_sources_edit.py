@@ -114,6 +114,20 @@ def test_edits_of_a_command_are_recorded(tmp_path: Path) -> None:
     assert manifest.source.attributes["edits"] == [*edits, "where length > 8: 1 of 7 episodes"]
 
 
+def test_a_column_of_an_episode_may_be_nothing_but_nan(tmp_path: Path) -> None:
+    episodes = episodes_of([4, 4, 4])
+    for episode, score in zip(episodes, (np.nan, 1.0, 2.0), strict=True):
+        episode["score"] = np.full(4, score)
+    for where, kept in (("score > 0", [1, 2]), ("score != score", [0]), ("not score > 1", [0, 1])):
+        out = tmp_path / where.replace(" ", "")
+        convert(from_episodes(episodes), out, where=where, allow_nonfinite=True, quiet=True)
+        found = open_dataset(out).column("score")[::4]
+        np.testing.assert_array_equal(found, [episodes[n]["score"][0] for n in kept])
+    episodes[1]["score"][2] = np.nan
+    with one_error("USAGE", "the column score changes in episode 1"):
+        convert(from_episodes(episodes), tmp_path / "d", where="score > 0", quiet=True)
+
+
 def test_a_function_sees_each_episode_once_for_all_columns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +169,7 @@ def written(episode: Columns) -> Columns:
         ({"where": "length.real > 1"}, "USAGE", "length.real is not understood"),
         ({"where": "length > 1" + " + 0" * 400}, "USAGE", "more than 1000 characters"),
         ({"where": "length > 9 and return > 0"}, "SELECTION", "none of 3 episodes is kept"),
+        ({"shift": {"actions": 6}}, "USAGE", "no episode has more than 6 rows"),
         ({"map": "nothing_here:f"}, "USAGE", "No module named 'nothing_here'"),
         ({"map": "nothing.py:f"}, "USAGE", "No such file"),
         ({"map": "math:sqrrt"}, "USAGE", "did you mean 'sqrt'"),

@@ -87,6 +87,9 @@ def shift_source(source: Source, shift: Mapping[str, int]) -> Source:
         return source.read(column, start + by_column[column], stop + by_column[column])
 
     kept = np.flatnonzero(lengths > most)
+    if not kept.size:
+        what = f"shift leaves nothing: no episode has more than {count_text(most, 'row')}"
+        raise InputError("USAGE", what, remedy="shift by fewer rows, or mend where episodes end")
     pieces = [Piece(read=read, first=int(offsets[n]), steps=int(lengths[n]) - most) for n in kept]
     return source.derived(pieces, chosen=kept, lengths=lengths[kept] - most)
 
@@ -250,11 +253,12 @@ def _fact(source: Source, name: str) -> Array:
         what = f"unknown name {name!r}" + (f", did you mean {near!r}?" if near else "")
         remedy = f"names are {some_names(names)}, of columns those that stay in an episode"
         raise InputError("USAGE", what, remedy=remedy)
-    low, high = _fold(source, name, np.minimum, np.inf), _fold(source, name, np.maximum, -np.inf)
-    if (changing := np.flatnonzero(low != high)).size:
+    # only of an episode of nothing but NaN: low is infinite, high NaN
+    low, high = _fold(source, name, np.fmin, np.inf), _fold(source, name, np.maximum, -np.inf)
+    if (changing := np.flatnonzero((low != high) & ~(np.isnan(high) & np.isinf(low)))).size:
         what = f"the column {name} changes in episode {changing[0]}"
         raise InputError("USAGE", what, remedy="name columns that do not")
-    return low
+    return high
 
 
 def _fold(source: Source, column: str, function: np.ufunc, start: float) -> Float64Array:
