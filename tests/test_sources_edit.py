@@ -128,6 +128,14 @@ def test_a_column_of_an_episode_may_be_nothing_but_nan(tmp_path: Path) -> None:
         convert(from_episodes(episodes), tmp_path / "d", where="score > 0", quiet=True)
 
 
+def test_numbers_of_episodes_are_the_source_s_also_behind_shift(tmp_path: Path) -> None:
+    episodes = episodes_of([3, 1, 4, 2])  # the second one has nothing to shift
+    how: Any = {"shift": {"rewards": 1}, "where": "episode == 2", "quiet": True}
+    convert(from_episodes(episodes), tmp_path / "d", **how)
+    found = open_dataset(tmp_path / "d").column("rewards")[:]
+    np.testing.assert_array_equal(found, episodes[2]["rewards"][1:])
+
+
 def test_a_function_sees_each_episode_once_for_all_columns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

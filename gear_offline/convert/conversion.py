@@ -215,8 +215,10 @@ def convert(
         if source.info.format != "gear":  # of which it was said when they were made
             late = late_rows(kinds_of(source)) if shift is None else []
             source.warn(*_looks_wrong(source), *late)
+        lengths = source.episodes.lengths
         whole = source = shift_source(source, shift or {})
-        source, kept = _edited(source, rename or {}, shift or {}, map, where)
+        numbers = np.flatnonzero(lengths > max((shift or {}).values(), default=0))  # in the source
+        source, kept = _edited(source, numbers, rename or {}, shift or {}, map, where)
         if REWARDS not in source.spec:
             name = "next.success" if "next.success" in source.spec else "NAME"
             lost = "no rewards, so no returns: goals and cloning need none"
@@ -459,6 +461,7 @@ def _split_names(
 
 def _edited(
     source: Source,
+    numbers: Array,
     rename: Mapping[str, str],
     shift: Mapping[str, int],
     map: str | EpisodeFunction | None,
@@ -472,7 +475,7 @@ def _edited(
         function, origin = find_function(map)
         notes.append(f"map {origin}")
     if where is not None:
-        kept = keep_episodes(where, edit_source(source, function))
+        kept = keep_episodes(where, edit_source(source, function), numbers)
         counts = f"{kept.sum():,} of {count_text(kept.size, 'episode')}"
         notes.append(f"where {' '.join(where.split())}: {counts}")
     source = edit_source(source, function, kept)

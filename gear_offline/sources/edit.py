@@ -176,8 +176,8 @@ def _call(function: EpisodeFunction, episode: Columns, number: int) -> Columns:
     return arrays
 
 
-def keep_episodes(expression: str, source: Source) -> BoolArray:
-    """Choose the (E,) episodes that an expression keeps, at least one.
+def keep_episodes(expression: str, source: Source, numbers: Array) -> BoolArray:
+    """Choose the (E,) episodes that an expression keeps, at least one; `numbers` are theirs.
 
     It compares and calculates with numbers, facts of episodes, and columns of one number a step
     that do not change in any episode.
@@ -190,7 +190,7 @@ def keep_episodes(expression: str, source: Source) -> BoolArray:
         text = re.sub(r"\breturn\b", _RETURN, expression.strip())
         tree = ast.parse(text, mode="eval")
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        facts = {name: _fact(source, _SHOWN.get(name, name)) for name in sorted(names)}
+        facts = {n: _fact(source, _SHOWN.get(n, n), numbers) for n in sorted(names)}
         with np.errstate(all="ignore"):
             kept = np.asarray(_value(tree.body, facts), np.bool_)
         if kept.shape != (source.spec.episodes,):
@@ -234,13 +234,13 @@ def _calculated(operation: ast.AST, *values: Any) -> Any:
     return _OPERATIONS[type(operation)](*(np.asarray(value, np.float64) for value in values))
 
 
-def _fact(source: Source, name: str) -> Array:
+def _fact(source: Source, name: str, numbers: Array) -> Array:
     """Return the (E,) values of a name in an expression."""
     known: dict[str, Array] = {
         "length": source.episodes.lengths,
         "terminated": source.terminated,
         "truncated": source.truncated,
-        "episode": np.arange(source.spec.episodes),
+        "episode": numbers,
     }
     if name in known:
         return known[name]
