@@ -91,6 +91,15 @@ def test_filter_keys_and_chosen_columns(tmp_path: Path) -> None:
     write_demos(tmp_path / "ph_2.hdf5")
     with open_source(tmp_path) as folder:
         assert folder.episodes.lengths.tolist() == [9, 5, 7] * 2
+    columns = ["obs/object", "actions"]  # a part of what would be observations
+    convert(tmp_path, tmp_path / "parts", columns=columns, quiet=True)
+    demos = [naive(path, name) for name in ("demo_0", "demo_2", "demo_10")] * 2
+    with h5py.File(path) as file:
+        objects = [file[f"data/{name}/obs/object"][()] for name in ("demo_0", "demo_2", "demo_10")]
+    dataset = open_dataset(tmp_path / "parts")
+    np.testing.assert_array_equal(dataset.column("obs/object"), np.concatenate(objects * 2))
+    rewards = np.concatenate([demo["rewards"] for demo in demos])
+    np.testing.assert_array_equal(dataset.column("rewards"), rewards)
 
 
 def test_environments_of_gym_and_d4rl(tmp_path: Path) -> None:

@@ -101,8 +101,10 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
     if cut := sum(0 < tail < steps for tail, steps in tails[:-1]):
         notes.append(f"{count_text(cut, 'part')} without an end of the last episode: truncated")
     edits = [info.attributes.get("reward_edits", []) for info in infos]
+    made_of: dict[str, str] = {}
     for info in infos:
         left_out = {**info.attributes.get("left_out", {}), **left_out}
+        made_of |= info.attributes.get("columns_from", {})
     return Source(
         [Piece(read=source.read, steps=source.spec.steps) for source in sources],
         columns,
@@ -117,6 +119,7 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
                 "parts": len(sources),
                 "part_episodes": [(s.info.uri, s.spec.episodes) for s in sources[:MOST_NAMED]],
                 "left_out": left_out,
+                "columns_from": made_of,
                 "reward_edits": edits[0] if all(own == edits[0] for own in edits) else [None],
                 "warnings": [*dict.fromkeys(notes)],
             },
