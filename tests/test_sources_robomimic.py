@@ -102,6 +102,20 @@ def test_filter_keys_and_chosen_columns(tmp_path: Path) -> None:
     np.testing.assert_array_equal(dataset.column("rewards"), rewards)
 
 
+def test_vectors_of_two_precisions_stand_side_by_side_in_the_wider(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    single, double = rng.normal(size=(4, 2)).astype("f4"), rng.normal(size=(4, 3))
+    demo = {"actions": np.ones((4, 1)), "obs/a": single, "obs/b": double, "obs/n": np.arange(4)}
+    write(tmp_path / "x.hdf5", {f"data/demo_0/{name}": rows for name, rows in demo.items()})
+    with open_source(tmp_path / "x.hdf5") as source:
+        rows = source.read("observations", 0, 4)
+        assert rows.dtype == source.spec["observations"].dtype == np.float64
+        np.testing.assert_array_equal(rows, np.concatenate([single, double], axis=1))
+    names = {"observations": "obs/n+obs/a"}
+    error = refused(tmp_path / "x.hdf5", "COLUMN", "of floats, or of integers", names=names)
+    assert "--map" in error.remedy
+
+
 def test_environments_of_gym_and_d4rl(tmp_path: Path) -> None:
     path = write_demos(tmp_path / "a.hdf5")
     for name, told in (("Hopper-v5", ("Hopper-v5", None)), ("hopper-medium-v2", (None, 1))):

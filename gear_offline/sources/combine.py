@@ -157,7 +157,9 @@ def with_columns(source: Source, names: Mapping[str, str] | None) -> Source:
     rest = [c for c in source.spec if c.name not in moved and not c.name.startswith(below)]
     parts |= {column.name: [column] for column in rest}
     kinds = {
-        new: (of[0].dtype, of[0].shape if len(of) == 1 else (sum(prod(o.shape) for o in of),))
+        new: (of[0].dtype, of[0].shape)
+        if len(of) == 1
+        else (np.result_type(*(o.dtype for o in of)), (sum(prod(o.shape) for o in of),))
         for new, of in parts.items()
     }
 
@@ -229,9 +231,10 @@ def _taken(source: Source, new: str, olds: Sequence[str]) -> dict[str, list[Colu
             raise InputError("COLUMN", what, f"column {new}", f"name its parts: {'+'.join(below)}")
         taken.append(columns[name])
         dtype, shape = taken[-1].dtype, taken[-1].shape
-        if len(shape) > 1 or dtype != taken[0].dtype:
+        if len(shape) > 1 or dtype.kind != taken[0].dtype.kind:
             what = f"{old} is {dtype} {shape} a step: it makes no column of {taken[0].dtype}"
-            raise InputError("COLUMN", what, f"column {new}", "join vectors of one dtype")
+            remedy = "join vectors of floats, or of integers; --map makes one of others"
+            raise InputError("COLUMN", what, f"column {new}", remedy)
     return {new: taken}
 
 
