@@ -250,7 +250,7 @@ def test_what_done_alone_cannot_tell_is_said_once(
     assert len(said) == 1 and ("time limit" in said[0] or writer is robomimic)
 
 
-@pytest.mark.parametrize("values", [(0, 255), (-1.0, 1.0), (0, 0.5)])
+@pytest.mark.parametrize("values", [(0, 255), (-1.0, 1.0), (0, 0.5), (0, -1)])
 def test_the_remedy_for_another_flag_reads_it(tmp_path: Path, values: tuple[float, float]) -> None:
     path = npz(tmp_path, STEPS | {"terminals": np.choose(TERMINAL, values), "timeouts": LIMIT})
     with one_error("SOURCE_LAYOUT", "is no flag: it holds") as caught:

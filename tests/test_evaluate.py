@@ -269,7 +269,7 @@ def test_a_file_that_was_asked_for_must_be_written_and_one_of_the_run_need_not(
 
 def test_options_that_cannot_be_played(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    wrong: dict[str, list[Any]] = {"seed": [-1, 1 << 63], "episodes": [0]}
+    wrong: dict[str, list[Any]] = {"seed": [-1, (1 << 63) - 1], "episodes": [0]}
     wrong["targets"] = ["3600", [], [None], math.nan, 1e308, 1e29, [3600, 1800, 3600.0]]
     for option, values in wrong.items():
         for value in values:

@@ -78,6 +78,12 @@ def is_same(name: Any, other: Any) -> bool:
     return names[0] == names[1] or bool(parts and bare[0] == bare[1] and len(digests) < 2)
 
 
+def is_same_environment(name: str | None, other: str | None) -> bool:
+    """True if two ids are of one environment: one may have its module before it."""
+    name, other = name or "", other or ""
+    return name == other or f":{name}".endswith(f":{other}") or f":{other}".endswith(f":{name}")
+
+
 def part_name(part: Any) -> Any:
     """Return the name of a part that is given itself: a class or a function; texts as they are.
 

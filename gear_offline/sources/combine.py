@@ -108,8 +108,10 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
         what = f"{count_text(same, 'episode')} cut where another part begins: of one id there"
         notes.append(f"{what}; join such rows first, as pandas.concat does")
     edits = [info.attributes.get("reward_edits", []) for info in infos]
+    made_of: dict[str, str] = {}
     for info in infos:
         left_out = {**info.attributes.get("left_out", {}), **left_out}
+        made_of |= info.attributes.get("columns_from", {})
     return Source(
         [Piece(read=source.read, steps=source.spec.steps) for source in sources],
         columns,
@@ -125,6 +127,7 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
                 "parts": len(sources),
                 "part_episodes": [(s.info.uri, s.spec.episodes) for s in sources[:MOST_NAMED]],
                 "left_out": left_out,
+                "columns_from": made_of,
                 "reward_edits": edits[0] if all(own == edits[0] for own in edits) else [None],
                 "warnings": [*dict.fromkeys(notes)],
             },
@@ -162,7 +165,9 @@ def with_columns(source: Source, names: Mapping[str, str] | None) -> Source:
     rest = [c for c in source.spec if c.name not in moved and not c.name.startswith(below)]
     parts |= {column.name: [column] for column in rest}
     kinds = {
-        new: (of[0].dtype, of[0].shape if len(of) == 1 else (sum(prod(o.shape) for o in of),))
+        new: (of[0].dtype, of[0].shape)
+        if len(of) == 1
+        else (np.result_type(*(o.dtype for o in of)), (sum(prod(o.shape) for o in of),))
         for new, of in parts.items()
     }
 
@@ -234,9 +239,10 @@ def _taken(source: Source, new: str, olds: Sequence[str]) -> dict[str, list[Colu
             raise InputError("COLUMN", what, f"column {new}", f"name its parts: {'+'.join(below)}")
         taken.append(columns[name])
         dtype, shape = taken[-1].dtype, taken[-1].shape
-        if len(shape) > 1 or dtype != taken[0].dtype:
+        if len(shape) > 1 or dtype.kind != taken[0].dtype.kind:
             what = f"{old} is {dtype} {shape} a step: it makes no column of {taken[0].dtype}"
-            raise InputError("COLUMN", what, f"column {new}", "join vectors of one dtype")
+            remedy = "join vectors of floats, or of integers; --map makes one of others"
+            raise InputError("COLUMN", what, f"column {new}", remedy)
     return {new: taken}
 
 

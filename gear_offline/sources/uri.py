@@ -149,7 +149,7 @@ def _open(path: Path, asked: Asked) -> Source:
     for new, old in asked.names.items() if not asked.rule else ():
         if old in flags and new not in MEANING:
             source.warn(f"{old}, now {new}, still tells ends; --rule may name others")
-    return with_columns(source, asked.names).tell_no_rewards()
+    return with_columns(source, asked.names)
 
 
 def _judge(source: Source, asked: Asked) -> None:
