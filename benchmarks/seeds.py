@@ -135,10 +135,10 @@ def plot(rows: list[dict[str, Any]]) -> Figure:
     """Draw the differences and, of those that all pairs show, the power by the number of seeds."""
     figure = plots.new_figure()
     left, right = figure.subplots(1, 2)
-    looks = product(("-", "--"), plots.SERIES)
-    for place, row in enumerate(rows):
+    looks = product(("-", "--"), plots.SERIES)  # a strategy has its own, in all pictures
+    for place, (row, (style, colour)) in enumerate(zip(rows, looks, strict=False)):
         versus, shows = row["versus"], row["versus"]["verdict"] in ("higher", "lower")
-        style, colour = next(looks) if shows else ("-", plots.GREY)
+        style, colour = (style, colour) if shows else ("-", plots.GREY)
         look = {"color": colour, "linestyle": style, "linewidth": 1.8}
         left.plot([versus["low"], versus["high"]], [place] * 2, **look)
         left.plot(row["mean"], place, marker="o", markersize=5, color=colour)
@@ -210,15 +210,17 @@ def beside(folders: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 def beside_table(rows: list[dict[str, Any]]) -> str:
     """Return the table of several models, in Markdown."""
     first = rows[0]["model"]
-    lines = [f"| model | strategy | seeds | return (95 %) | less {first} (95 %) | p, Holm |"]
-    lines.append("|---|---|---:|---:|---:|---:|")
+    heads = ["model", "strategy", "seeds", "return (95 %)"]
+    heads += [f"{first}, these seeds", "less it (95 %)", "p, Holm"]
+    lines = [f"| {' | '.join(heads)} |", f"|---|---|{'---:|' * 5}"]
     for row in rows:
         count, versus = len(row["final"]["values"]), row["versus"]
-        cells = [row["model"], row["setting"], f"{count}", _mean(row["final"]), "", ""]
+        cells = [row["model"], row["setting"], f"{count}", _mean(row["final"]), "", "", ""]
         if versus:
             mean = f"{versus['mean']:+,.0f} ({versus['low']:+,.0f} to {versus['high']:+,.0f})"
             shows = versus["verdict"] in ("higher", "lower")
-            cells[4:] = [f"**{mean}**" if shows else mean, f"{versus['holm_p']:.2g}"]
+            other = f"{row['final']['mean'] - versus['mean']:,.0f}"
+            cells[4:] = [other, f"**{mean}**" if shows else mean, f"{versus['holm_p']:.2g}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -28,6 +28,7 @@ from gear_offline.progress import Progress
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source
 from gear_offline.sources.combine import dataset_source
+from gear_offline.sources.flat import EDITS
 from gear_offline.sources.hdf5 import SUFFIXES
 
 PIECE_BYTES = 32 << 20  # read and written at a time
@@ -117,6 +118,8 @@ def export_hdf5(
             attributes["env_id"] = info.environment_id
         if info.environment_options:
             attributes["env_options"] = json.dumps(info.environment_options)
+        if edits := {n: info.attributes[n] for n in EDITS if info.attributes.get(n)}:
+            attributes["edits"] = json.dumps(edits)
         if info.scores is not None and reference_scores(info.scores.name) is None:
             attributes["ref_min_score"] = info.scores.minimum
             attributes["ref_max_score"] = info.scores.maximum

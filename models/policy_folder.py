@@ -214,6 +214,9 @@ def assemble(
         with torch.device("meta") if is_own else torch.random.fork_rng([]):
             model = remade(document, kind or named)
     else:
+        if kind not in (None, "decision_transformer"):
+            what, remedy = f"the weights are a Decision Transformer's, not {kind}'s", "leave it out"
+            raise InputError("MODEL", what, "model.kind", remedy)
         keys, is_own = ModelConfig.model_validate_json(config), True
         if keys.n_layer > len(weights):
             raise ValueError(f"n_layer is {keys.n_layer}")

@@ -205,7 +205,7 @@ def test_models_are_compared_by_the_seeds_that_both_have() -> None:
     assert versus["pairs"] == 3 and versus["mean"] == pytest.approx(4 / 3)
     assert versus["holm_p"] == pytest.approx(test.pvalue)
     low, high = test.confidence_interval(0.95)
-    line = f"| bc | all | 3 | 4 ± 6 | +1 ({low:+,.0f} to {high:+,.0f}) | {test.pvalue:.2g} |"
+    line = f"| bc | all | 3 | 4 ± 6 | 3 | +1 ({low:+,.0f} to {high:+,.0f}) | {test.pvalue:.2g} |"
     assert many_seeds.beside_table(rows).splitlines()[-1].replace("**", "") == line
 
 

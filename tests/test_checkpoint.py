@@ -123,20 +123,24 @@ def damage(path: Path, kind: str) -> None:
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("kind", [*CONTENTS, *IN_ITS_PLACE])
 def test_every_kind_of_damage_leads_to_the_one_before(
-    tmp_path: Path, model: DecisionTransformer, name: str, kind: str
+    tmp_path: Path,
+    model: DecisionTransformer,
+    name: str,
+    kind: str,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    said: list[str] = []
     save_checkpoint(tmp_path, model, 5)
     damage(save_checkpoint(tmp_path, model, 10) / name, kind)
     (tmp_path / checkpoint_name(11)).mkdir()
-    newest = newest_checkpoint(tmp_path, said.append)
+    newest = newest_checkpoint(tmp_path)
+    said = capfd.readouterr().err.splitlines()
     assert newest is not None and newest.state.step == 5
     assert [line[:27] for line in said] == [f"passing over step-000000{n}:" for n in (11, 10)]
     assert all(len(line) > 40 for line in said), "the message says why"
     shutil.rmtree(tmp_path / checkpoint_name(5))
     with pytest.raises(InputError, match="none of the checkpoints is whole"):
-        newest_checkpoint(tmp_path, said.append)
-    assert newest_checkpoint(tmp_path / "none", said.append) is None
+        newest_checkpoint(tmp_path)
+    assert newest_checkpoint(tmp_path / "none") is None
 
 
 def test_one_that_may_be_whole_is_never_passed_over(
@@ -151,13 +155,13 @@ def test_one_that_may_be_whole_is_never_passed_over(
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", refuse)
         with pytest.raises(InputError, match=r"Permission denied.*step-00000010") as caught:
-            newest_checkpoint(tmp_path, lambda message: None)
+            newest_checkpoint(tmp_path)
     assert caught.value.code == "RUN_DAMAGED"
     document = json.loads((path / "state.json").read_text())
     del document["digest"]
     (path / "state.json").write_bytes(seal({**document, "format_version": 3, "news": 1}))
     with pytest.raises(InputError, match="format version 3"):
-        newest_checkpoint(tmp_path, lambda message: None)
+        newest_checkpoint(tmp_path)
 
 
 def test_saving_again_replaces(tmp_path: Path, model: DecisionTransformer) -> None:

@@ -250,7 +250,7 @@ def test_what_done_alone_cannot_tell_is_said_once(
     assert len(said) == 1 and ("time limit" in said[0] or writer is robomimic)
 
 
-@pytest.mark.parametrize("values", [(0, 255), (-1.0, 1.0), (0, 0.5)])
+@pytest.mark.parametrize("values", [(0, 255), (-1.0, 1.0), (0, 0.5), (0, -1)])
 def test_the_remedy_for_another_flag_reads_it(tmp_path: Path, values: tuple[float, float]) -> None:
     path = npz(tmp_path, STEPS | {"terminals": np.choose(TERMINAL, values), "timeouts": LIMIT})
     with one_error("SOURCE_LAYOUT", "is no flag: it holds") as caught:
@@ -429,7 +429,12 @@ def test_flags_inside_episodes_that_marks_tell_are_said(tmp_path: Path) -> None:
     dataset = converted(path, tmp_path / "d", ends="last:goal")
     assert dataset.episodes.lengths.tolist() == [7, 13, 4]
     warnings = dataset.manifest.source.warnings
-    assert "timeouts is true at 1 steps that end no episode" in warnings
+    assert "timeouts is true at 1 step where no episode ends" in warnings
+    path = npz(tmp_path, STEPS | {"terminals": TERMINAL})
+    inside = np.setdiff1d(np.flatnonzero(TERMINAL), np.arange(4, N, 5)).size
+    for rule, count in (("steps=5", inside), ("none", TERMINAL[:-1].sum())):
+        warnings = converted(path, tmp_path / rule, rule=rule).manifest.source.warnings
+        assert any(text.startswith(f"terminals is true at {count} step") for text in warnings)
 
 
 @pytest.mark.parametrize("writer", [hdf5, npz, *APART])

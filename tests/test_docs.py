@@ -166,13 +166,13 @@ def test_a_wrong_command_is_found(line: str) -> None:
 
 
 def test_the_demo_is_commands_there_are(tmp_path: Path) -> None:
-    line = ["make", "-n", "-f", str(ROOT / "Makefile"), "demo/run/evaluation.json"]
+    line = ["make", "-n", "-f", str(ROOT / "Makefile"), "demo/seeds/sweep.md"]
     shown = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     lines = shown.replace("\\\n", " ").splitlines()
     ours = [["gear-offline", *shlex.split(line)[1:]] for line in lines if "/gear-offline " in line]
     names = [words[1] for words in ours]
-    assert names == ["collect", "convert", "inspect", "train", "evaluate"]
-    assert [problem(words) for words in ours] == [None] * 5
+    assert names == ["collect", "convert", "inspect", "sweep"]
+    assert [problem(words) for words in ours] == [None] * 4
 
 
 @each_page

@@ -32,7 +32,9 @@ from gear_offline.evaluation.rollout import ActingPolicy
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.report import write_report
 from gear_offline.training.checkpoint import chosen_checkpoint, find_checkpoint
+from gear_offline.training.onnx import export_policy
 from gear_offline.training.records import EvaluationReport, read_document, share_interval
+from gear_offline.training.trained import load_policy
 from tests.checkpoint_support import write_run
 from tests.evaluation_support import Constant, Counted, Remembering
 from tests.support import Captured, Patch, failing_code, one_error
@@ -173,6 +175,22 @@ def test_evaluating_a_run_writes_its_results(tmp_path: Path, pictures: None) -> 
     assert returned(checkpoint="best") != pytest.approx(first, rel=1e-3)
 
 
+def test_a_damaged_newest_checkpoint_is_told_however_quiet(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "tiny-s0")
+    (run / "checkpoints/step-00000020/model.safetensors").write_bytes(b"damaged")
+    for act in (
+        lambda: evaluate(run, quiet=True, targets=1.0, episodes=1).step,
+        lambda: load_policy(run).facts.step,
+        lambda: export_policy(run, tmp_path / "policy") and 10,
+    ):
+        assert act() == 10
+        assert capfd.readouterr().err.startswith("passing over step-00000020: the checkpoint is da")
+    with one_error("RUN_DAMAGED", "step-00000020"):
+        evaluate(run, checkpoint=20, quiet=True)
+
+
 def test_evaluating_what_is_not_there_says_what_is(tmp_path: Path, monkeypatch: Patch) -> None:
     run = write_run(tmp_path / "runs" / "tiny-s0")
     checkpoints = run / "checkpoints"
@@ -251,7 +269,7 @@ def test_a_file_that_was_asked_for_must_be_written_and_one_of_the_run_need_not(
 
 def test_options_that_cannot_be_played(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    wrong: dict[str, list[Any]] = {"seed": [-1, 1 << 63], "episodes": [0]}
+    wrong: dict[str, list[Any]] = {"seed": [-1, (1 << 63) - 1], "episodes": [0]}
     wrong["targets"] = ["3600", [], [None], math.nan, 1e308, 1e29, [3600, 1800, 3600.0]]
     for option, values in wrong.items():
         for value in values:
@@ -259,6 +277,8 @@ def test_options_that_cannot_be_played(tmp_path: Path) -> None:
                 evaluate(run, quiet=True, **{option: value})
     with one_error("ENVIRONMENT", "name the environment that the data came from$"):
         evaluate(run, environment="CartPole-v1", quiet=True)
+    with one_error("MODEL", "are a Decision Transformer's, not mlp's"):
+        evaluate(run, model="mlp", quiet=True)
 
 
 def test_a_checkpoint_that_training_removes_meanwhile_is_played_to_the_end(

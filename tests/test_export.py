@@ -1,5 +1,6 @@
 """Exported files: read back by h5py and by our own reader, they hold the same episodes."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,20 @@ def test_a_round_trip_keeps_bytes_and_episodes(
                 assert stored.tobytes() == dataset.column(column.name).tobytes()
         assert np.flatnonzero(file["timeouts"][()]).tolist() == last[~np.array(ENDS)].tolist()
         assert np.flatnonzero(file["terminals"][()]).tolist() == last[np.array(ENDS)].tolist()
+
+
+def test_edits_of_rewards_and_columns_go_with_the_file(dataset: Dataset, tmp_path: Path) -> None:
+    """What a policy hears of an environment's rewards depends on them."""
+
+    def edit(episode: Mapping[str, Any]) -> dict[str, Any]:
+        return {"rewards": episode["rewards"] * 2 + 1, "actions": -episode["actions"]}
+
+    manifest = convert(dataset.path, tmp_path / "edited", map=edit, quiet=True)
+    path = export_hdf5(tmp_path / "edited", tmp_path / "x.hdf5", quiet=True)
+    again = convert(path, tmp_path / "again", quiet=True)
+    for name in ("mapped", "reward_edits"):
+        assert manifest.source.attributes[name]
+        assert again.source.attributes[name] == manifest.source.attributes[name]
 
 
 def test_episodes_in_memory_become_a_file(tmp_path: Path) -> None:

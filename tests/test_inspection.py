@@ -14,7 +14,7 @@ from gear_offline.convert.conversion import convert
 from gear_offline.dataset.inspect import inspect, print_inspection, summary
 from gear_offline.dataset.manifest import Manifest
 from gear_offline.progress import Terminal
-from tests.support import ArraySource, hopper_columns, make_dataset
+from tests.support import ArraySource, hopper_columns, make_dataset, one_error
 
 
 def text_of(document: dict[str, Any], *, width: int = 80, full: bool = True) -> str:
@@ -220,6 +220,11 @@ def test_endings_bounds_and_shared_episodes(tmp_path: Path) -> None:
     assert found["bounds"].count == 1
     assert "Pendulum-v1 takes -2 to 2" in found["bounds"].what
     assert found["shared"].places == ((0,), (1,))
+    rounded = {k: v.astype("f4") if v.dtype.kind == "f" else v for k, v in data.items()}
+    assert checks(make(tmp_path / "f4", rounded), against=[folder])["shared"].count == 7
+    go.convert(folder, tmp_path / "few", columns=["observations"], quiet=True)
+    with one_error("COLUMN", "has observations float.*rewards float.*, .* actions float"):
+        go.audit(folder, against=[tmp_path / "few"])
 
 
 def test_an_unfinished_last_episode_and_one_episode_of_all(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.convert.conversion import convert
 from gear_offline.core import files
 from gear_offline.dataset.dataset import open_dataset
+from gear_offline.dataset.scores import ReferenceScores
 from gear_offline.errors import InputError
 from gear_offline.runs.loop import train_run
 from gear_offline.runs.prepare import prepare_one, resolve
@@ -100,6 +102,18 @@ def test_what_playing_does_not_share_with_the_data_is_said(
     assert ("map made the data's observations, and Pendulum-v1 has its own" in said) is mapped
 
 
+def test_another_version_of_the_simulator_is_said(tmp_path: Path, capfd: Captured) -> None:
+    columns = hopper_columns(6, state_dim=3, action_dim=1)
+    position = {"infos/qpos": np.zeros((6, 1))}  # MuJoCo's data have it
+    for made, extra in (("2.3.7", position), (version("mujoco"), position), ("2.3.7", {})):
+        source = ArraySource(columns | extra, [3, 3], attributes={"attributes": {"mujoco": made}})
+        place = tmp_path / f"{made} {len(extra)}"
+        convert(source, place, environment="Pendulum-v1", quiet=True)
+        resolve(tiny_recipe(place), open_dataset(place))
+        said = "the data are of MuJoCo 2.3.7, and" in capfd.readouterr().err
+        assert said is (made == "2.3.7" and bool(extra))
+
+
 def test_options_of_data_hold_for_the_environment_that_the_user_names(tmp_path: Path) -> None:
     columns = hopper_columns(6, state_dim=3, action_dim=1)
     for name, options in ((None, {"max_episode_steps": 7}), ("Hopper-v5", None)):
@@ -109,6 +123,23 @@ def test_options_of_data_hold_for_the_environment_that_the_user_names(tmp_path: 
         recipe = tiny_recipe(place, "evaluate.environment=Pendulum-v1")
         resolved, _ = resolve(recipe, open_dataset(place), quiet=True)
         assert resolved.evaluate.environment_options == options
+
+
+def test_an_id_with_its_module_is_the_environment_of_the_data(
+    tmp_path: Path, capfd: Captured
+) -> None:
+    columns, how = hopper_columns(6, state_dim=3, action_dim=1), {"max_episode_steps": 7}
+    source = ArraySource(columns, [3, 3])
+    scores = ReferenceScores(name="mine", minimum=-9.0, maximum=1.0)
+    source.info = replace(source.info, scores=scores)
+    convert(source, tmp_path / "a", environment="Pendulum-v1", environment_options=how, quiet=True)
+    convert(tmp_path / "a", tmp_path / "b", environment="gymnasium:Pendulum-v1", quiet=True)
+    for place, name in (("a", "gymnasium:Pendulum-v1"), ("b", "Pendulum-v1")):
+        recipe = tiny_recipe(tmp_path / place, f"evaluate.environment={name}")
+        resolved, _ = resolve(recipe, open_dataset(tmp_path / place))
+        assert resolved.evaluate.environment_options == how
+        assert resolved.evaluate.reference == (-9.0, 1.0)
+        assert "the data are of" not in capfd.readouterr().err
 
 
 def test_a_scale_that_hides_the_returns_is_said(tmp_path: Path, capfd: Captured) -> None:

@@ -247,6 +247,8 @@ def test_a_base_is_a_name_or_a_file_in_the_same_folder(tmp_path: Path) -> None:
         ({"a": "base: b.yaml", "b": "base: a.yaml"}, "round"),
         ({"a": "base: papr"}, "did you mean 'paper'"),
         ({"a": ""}, "key: value"),
+        ({"a": "model.layers: 4"}, "'model.layers', nest it: model: {layers: ...}"),
+        ({"a": "loader: {goals.future: 1}"}, "'loader.goals.future', nest it: goals: {future: "),
         ({"a": "\xff"}, "cannot be read"),
     ],
 )

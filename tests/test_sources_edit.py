@@ -114,6 +114,42 @@ def test_edits_of_a_command_are_recorded(tmp_path: Path) -> None:
     assert manifest.source.attributes["edits"] == [*edits, "where length > 8: 1 of 7 episodes"]
 
 
+@pytest.mark.parametrize("function", [None, lambda episode: {"rewards": episode["rewards"] + 1}])
+def test_returns_that_are_nan_are_told(tmp_path: Path, function: Any) -> None:
+    """A comparison with NaN is false: the episode goes whichever way one asks."""
+    episodes = episodes_of([3, 4, 5])
+    episodes[1]["rewards"][0] = np.nan
+    for number, where in enumerate(("return > -1e9", "return <= 1e9")):
+        manifest = convert(
+            from_episodes(episodes), tmp_path / str(number), where=where, map=function, quiet=True
+        )
+        assert manifest.spec.episodes == 2
+        warnings = manifest.source.warnings
+        assert "return is NaN in 1 episode: no > or < of where keeps it" in warnings
+
+
+def test_a_column_of_an_episode_may_be_nothing_but_nan(tmp_path: Path) -> None:
+    episodes = episodes_of([4, 4, 4])
+    for episode, score in zip(episodes, (np.nan, 1.0, 2.0), strict=True):
+        episode["score"] = np.full(4, score)
+    for where, kept in (("score > 0", [1, 2]), ("score != score", [0]), ("not score > 1", [0, 1])):
+        out = tmp_path / where.replace(" ", "")
+        convert(from_episodes(episodes), out, where=where, allow_nonfinite=True, quiet=True)
+        found = open_dataset(out).column("score")[::4]
+        np.testing.assert_array_equal(found, [episodes[n]["score"][0] for n in kept])
+    episodes[1]["score"][2] = np.nan
+    with one_error("USAGE", "the column score changes in episode 1"):
+        convert(from_episodes(episodes), tmp_path / "d", where="score > 0", quiet=True)
+
+
+def test_numbers_of_episodes_are_the_source_s_also_behind_shift(tmp_path: Path) -> None:
+    episodes = episodes_of([3, 1, 4, 2])  # the second one has nothing to shift
+    how: Any = {"shift": {"rewards": 1}, "where": "episode == 2", "quiet": True}
+    convert(from_episodes(episodes), tmp_path / "d", **how)
+    found = open_dataset(tmp_path / "d").column("rewards")[:]
+    np.testing.assert_array_equal(found, episodes[2]["rewards"][1:])
+
+
 def test_a_function_sees_each_episode_once_for_all_columns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +191,7 @@ def written(episode: Columns) -> Columns:
         ({"where": "length.real > 1"}, "USAGE", "length.real is not understood"),
         ({"where": "length > 1" + " + 0" * 400}, "USAGE", "more than 1000 characters"),
         ({"where": "length > 9 and return > 0"}, "SELECTION", "none of 3 episodes is kept"),
+        ({"shift": {"actions": 6}}, "USAGE", "no episode has more than 6 rows"),
         ({"map": "nothing_here:f"}, "USAGE", "No module named 'nothing_here'"),
         ({"map": "nothing.py:f"}, "USAGE", "No such file"),
         ({"map": "math:sqrrt"}, "USAGE", "did you mean 'sqrt'"),
@@ -222,6 +259,34 @@ def test_a_function_makes_the_columns_that_a_file_lacks(tmp_path: Path) -> None:
         read = list(open_dataset(out))
         np.testing.assert_array_equal(np.concatenate([e["observations"] for e in read]), state)
         np.testing.assert_array_equal(np.concatenate([e["actions"] for e in read]), torques)
+
+
+def test_columns_that_are_named_stand_for_observations_with_a_function(tmp_path: Path) -> None:
+    columns = hopper_columns(12, seed=3)
+    columns["camera"] = columns.pop("observations")
+    write(tmp_path / "x.hdf5", columns)
+    turn: Any = lambda e: {"rewards": -e["rewards"]}  # noqa: E731
+    names = ["camera", "actions"]
+    convert(tmp_path / "x.hdf5", tmp_path / "a", columns=names, map=turn, quiet=True)
+    convert(tmp_path / "a", tmp_path / "b", map=turn, quiet=True)  # names are there already
+    for out, sign in (("a", -1), ("b", 1)):
+        made = open_dataset(tmp_path / out)
+        assert sorted(c.name for c in made.spec) == ["actions", "camera", "rewards"]
+        np.testing.assert_array_equal(made.column("camera"), columns["camera"])
+        np.testing.assert_array_equal(made.column("rewards"), sign * columns["rewards"])
+    with pytest.raises(InputError, match="no column 'observations'"):
+        names = ["observations", "actions"]
+        convert(tmp_path / "x.hdf5", tmp_path / "c", columns=names, map=turn, quiet=True)
+
+
+def test_rewards_that_a_function_makes_are_not_missed(tmp_path: Path) -> None:
+    columns = {k: v for k, v in hopper_columns(12, seed=3).items() if k != "rewards"}
+    write(tmp_path / "x.hdf5", columns)
+    bare = convert(tmp_path / "x.hdf5", tmp_path / "bare", quiet=True)
+    ones: Any = lambda e: {"rewards": np.ones(len(e["actions"]))}  # noqa: E731
+    made = convert(tmp_path / "x.hdf5", tmp_path / "made", map=ones, quiet=True)
+    told = [any("no rewards" in text for text in m.source.warnings) for m in (bare, made)]
+    assert told == [True, False]
 
 
 def test_groups_are_renamed_and_arrays_of_the_user_stay(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_rewards_and_endings_that_are_not_recorded(folder: Path) -> None:
     rewrite(folder, lambda table: table.drop_columns(["next.reward", "next.done"]))
     with open_source(folder) as source:
         assert "rewards" not in source.spec and source.truncated.all()
-        texts = " ".join(source.info.attributes["warnings"])
+        texts = " ".join(convert(source, folder.parent / "bare", quiet=True).source.warnings)
         assert "no rewards" in texts and "next.success=rewards" in texts and "no flag" in texts
     with open_source(folder, names={"rewards": "next.success"}) as source:
         assert source.spec["rewards"].dtype == np.float32

@@ -11,7 +11,7 @@ import pytest
 
 from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import open_dataset
-from gear_offline.sources import from_arrays, open_source
+from gear_offline.sources import from_arrays, join_sources, open_source, pick_episodes
 from tests.support import hopper_columns, one_error, refused
 
 LENGTHS = (5, 9, 4, 7)
@@ -135,10 +135,21 @@ def test_an_episode_in_two_files_is_told(tmp_path: Path, name: type) -> None:
     for number, ids in enumerate(([3, 3, 5], [5, 5], [4, 5])):
         rows: Episodes = {"observations": [[1.0]] * len(ids), "actions": [[1.0]] * len(ids)}
         write(tmp_path / f"{number}.parquet", rows | {"episode_id": [*map(name, ids)]}, None)
+    told = "1 episode cut where another part begins"
     with open_source(tmp_path, rule="ids:episode_id") as source:
         assert source.episodes.lengths.tolist() == [2, 1, 2, 1, 1]
-        told = "1 episode cut where another file begins"
         assert any(text.startswith(told) for text in source.info.attributes["warnings"])
+    first, middle, last = (
+        open_source(tmp_path / f"{n}.parquet", rule="ids:episode_id") for n in range(3)
+    )
+    for parts, is_cut in (
+        ([first, middle], True),
+        ([first, join_sources([middle, last])], True),  # what is joined has edges too
+        ([middle, first], False),
+        ([pick_episodes(first, [1]), pick_episodes(middle, [0])], False),  # nothing is known
+    ):
+        warnings = join_sources(parts).info.attributes["warnings"]
+        assert any(text.startswith(told) for text in warnings) == is_cut
 
 
 def test_observations_of_one_step_more(tmp_path: Path) -> None:

@@ -91,6 +91,29 @@ def test_filter_keys_and_chosen_columns(tmp_path: Path) -> None:
     write_demos(tmp_path / "ph_2.hdf5")
     with open_source(tmp_path) as folder:
         assert folder.episodes.lengths.tolist() == [9, 5, 7] * 2
+    columns = ["obs/object", "actions"]  # a part of what would be observations
+    convert(tmp_path, tmp_path / "parts", columns=columns, quiet=True)
+    demos = [naive(path, name) for name in ("demo_0", "demo_2", "demo_10")] * 2
+    with h5py.File(path) as file:
+        objects = [file[f"data/{name}/obs/object"][()] for name in ("demo_0", "demo_2", "demo_10")]
+    dataset = open_dataset(tmp_path / "parts")
+    np.testing.assert_array_equal(dataset.column("obs/object"), np.concatenate(objects * 2))
+    rewards = np.concatenate([demo["rewards"] for demo in demos])
+    np.testing.assert_array_equal(dataset.column("rewards"), rewards)
+
+
+def test_vectors_of_two_precisions_stand_side_by_side_in_the_wider(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    single, double = rng.normal(size=(4, 2)).astype("f4"), rng.normal(size=(4, 3))
+    demo = {"actions": np.ones((4, 1)), "obs/a": single, "obs/b": double, "obs/n": np.arange(4)}
+    write(tmp_path / "x.hdf5", {f"data/demo_0/{name}": rows for name, rows in demo.items()})
+    with open_source(tmp_path / "x.hdf5") as source:
+        rows = source.read("observations", 0, 4)
+        assert rows.dtype == source.spec["observations"].dtype == np.float64
+        np.testing.assert_array_equal(rows, np.concatenate([single, double], axis=1))
+    names = {"observations": "obs/n+obs/a"}
+    error = refused(tmp_path / "x.hdf5", "COLUMN", "of floats, or of integers", names=names)
+    assert "--map" in error.remedy
 
 
 def test_environments_of_gym_and_d4rl(tmp_path: Path) -> None:

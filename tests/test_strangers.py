@@ -68,6 +68,10 @@ def test_a_file_names_no_module_to_import(
     with one_error("ENVIRONMENT", f"'{name}' would import") as caught:
         evaluate(run, quiet=True)
     assert name in caught.value.remedy
+    away = write_run(tmp_path / "away", environment="/home/her/own.py:Own")  # where nobody is here
+    with one_error("ENVIRONMENT", "/home/her/own.py, .* is not here") as caught:
+        evaluate(away, quiet=True)
+    assert caught.value.remedy.endswith("--environment own.py:Own")
     with one_error("ENVIRONMENT", "SystemExit: imported"):
         evaluate(run, environment=name, quiet=True)
     own = {"evaluate.environment": name, "data.path": str(dataset.path)}

@@ -411,6 +411,41 @@ def test_the_table_is_the_mean_over_seeds_with_students_interval(filled: Path) -
     json.dumps(result.to_json(), allow_nan=False)
 
 
+@pytest.mark.parametrize("goals", [False, True])
+def test_each_of_several_targets_has_its_mean_over_seeds(goals: bool, filled: Path) -> None:
+    for n, run in enumerate(sorted(filled.glob("runs/layers=1,*"))):
+        targets = [{"target": asked, "return": asked / 10 + n} for asked in (1.0, 2500.0)]
+        record = {"step": 45, "return": 250.0 + n, "targets": targets, "goals": goals}
+        write_lines(run / "evaluations.jsonl", [record])
+    result = read_sweep(filled)
+    seeds, one = [0.1, 1.1, 2.1, 3.1], [[250.0 + n for n in range(4)]]
+    row = next(row for row in result.table.rows if row.label == "layers=1")
+    assert [each.values for each in row.asked.values()] == [pytest.approx(seeds), *map(tuple, one)]
+    half = T_95[4] * statistics.stdev(seeds) / 2
+    name = ("asked 1", "asked 2,500") if not goals else ("task 1", "task 2,500")
+    page, console = result.write().read_text(), Terminal(record=True, width=80)
+    result.print(console=console)
+    for text in (page, console.export_text()):
+        assert name[0] in text and name[1] in text and f"1.6 ± {half:.3g}" in text
+    assert "| layers=2 | - | - |" in page
+    json.dumps(result.to_json(), allow_nan=False)
+
+
+@pytest.mark.usefixtures("pictures")
+def test_seeds_alone_have_a_picture_of_what_is_asked(tmp_path: Path) -> None:
+    base = load_recipe("paper", {"train.steps": STEPS, "optimizer.warmup_steps": 1})
+    directory = SweepDirectory(tmp_path / "seeds")
+    directory.path.mkdir()
+    directory.write(directory.file_for(trials := make_trials(base, {}, range(2))))
+    for trial in trials:
+        fill(path := directory.run_path(trial), losses=[1.0], returns=[])
+        targets = [{"target": asked, "return": asked} for asked in (1.0, 25.0)]
+        write_lines(path / "evaluations.jsonl", [{"step": 9, "return": 25.0, "targets": targets}])
+    picture = read_sweep(directory.path).write().parent / "plots" / "asked_vs_achieved.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.name in (directory.path / "sweep.md").read_text()
+
+
 def test_the_report_names_settings_runs_and_failures(filled: Path) -> None:
     result = read_sweep(filled)
     text = result.write().read_text()

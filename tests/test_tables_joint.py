@@ -19,7 +19,7 @@ from gear_offline.tables.table import TableOptions, build_table
 from tests.image_support import image_columns
 from tests.one_process import global_digest, open_ranks, row_digests
 from tests.segment_oracle import all_segments, cpu_gather
-from tests.support import failing_code, hopper_columns, make_dataset
+from tests.support import failing_code, hopper_columns, make_dataset, one_error
 from tests.task_support import SCALES, SIZES, join, make_discrete, make_parts
 
 
@@ -182,6 +182,10 @@ def test_what_one_model_cannot_take_is_refused(parts: dict[str, Dataset], tmp_pa
     assert failing_code(lambda: join({**parts, **discrete})) == "COLUMN"
     frames = make_dataset(tmp_path / "f", [6, 4], columns=image_columns(10, (8, 8)))
     assert failing_code(lambda: join({**parts, "f": frames})) == ("COLUMN")
+    columns = {n: v for n, v in hopper_columns(6).items() if n != "rewards"}
+    bare = make_dataset(tmp_path / "g", [6], columns=columns)
+    with one_error("COLUMN", "task 'bare' have no rewards"):
+        join({**parts, "bare": bare})
     still = join({"f": frames})
     options: dict[str, Any] = {"context_length": 2, "normalize_states": True}
     assert failing_code(lambda: build_table(still, TableOptions(**options))) == "LOADER_OPTION"

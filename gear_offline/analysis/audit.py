@@ -19,7 +19,7 @@ from rich.table import Table
 from gear_offline.core.text import Document, count_text
 from gear_offline.core.types import Float64Array, Int64Array
 from gear_offline.dataset.dataset import Columns, Dataset, open_dataset
-from gear_offline.errors import GearError
+from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.environments import probe
 from gear_offline.progress import Progress, Terminal
 from gear_offline.sources.plausible import odd_episodes
@@ -108,7 +108,7 @@ def audit(
     Raises
     ------
     InputError
-        Those of `gear_offline.open_dataset`.
+        Those of `gear_offline.open_dataset`; ``COLUMN`` for datasets that cannot be compared.
 
     Examples
     --------
@@ -123,6 +123,10 @@ def audit(
         source if isinstance(source, Dataset) else open_dataset(source, verify=False)
         for source in (dataset, *against)
     )
+    for other in others:
+        if (theirs := _compared(other)) != (own := _compared(data)):
+            what, remedy = f"{other.path} has {theirs}, {data.path} {own}", "compare like columns"
+            raise InputError("COLUMN", what, "against", remedy)
     steps, shared = _Steps(data), list[Finding]()
     total = sum(map(len, (data, *others)))
     with Progress(f"audit {data.path.name}", total=total, unit="episodes", quiet=quiet) as progress:
@@ -270,9 +274,20 @@ def _moves(columns: Columns) -> Float64Array:
     return np.nan_to_num(np.abs(np.diff(rows.reshape(len(rows), -1), axis=0)), posinf=0.0)
 
 
+def _compared(data: Dataset) -> str:
+    """Describe the columns that make two episodes of datasets the same."""
+    kept = [data.spec[name] for name in COMPARED if name in data.spec]
+    kinds = [(c.name, "float" if c.dtype.kind == "f" else c.dtype, c.shape) for c in kept]
+    return ", ".join(f"{name} {kind}{list(shape)}" for name, kind, shape in kinds)
+
+
 def _digests(data: Dataset, run: Int64Array, columns: Columns) -> list[bytes]:
-    """Hash the compared columns of each episode with xxh3-128; equal episodes share a digest."""
+    """Hash the compared columns of each episode with xxh3-128; equal episodes share a digest.
+
+    Floats are compared as float32: of D4RL's sets there are copies of either precision.
+    """
     offsets = data.episodes.offsets[run[0] : run[-1] + 2] - data.episodes.offsets[run[0]]
     parts = [columns[name] for name in COMPARED if name in columns]
+    parts = [part.astype(np.float32) if part.dtype.kind == "f" else part for part in parts]
     contents = ([part[a:b].tobytes() for part in parts] for a, b in pairwise(offsets.tolist()))
     return [xxhash.xxh3_128_digest(b"".join(content)) for content in contents]

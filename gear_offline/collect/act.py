@@ -200,7 +200,7 @@ def play_in_worker(
     episodes: int | None,
 ) -> None:
     """Play episodes until there are enough, or the run has ended; send each one's facts."""
-    appender, policy, step, played = Appender(data), None, -1, 0
+    appender, policy, step, played, seen = Appender(data), None, -1, 0, list[tuple[int, Path]]()
     summary = run / "summary.json"
     with Player(known.make()) as player:
         while episodes is None or played < episodes:
@@ -208,7 +208,8 @@ def play_in_worker(
             if episodes is None and is_over:
                 return
             newest = list_checkpoints(run / "checkpoints")[-1:]
-            if policy is None or (newest and newest[0][0] > step):
+            if policy is None or newest != seen:  # a damaged one is told once
+                seen = newest
                 trained = find_trained(run, model=model)
                 policy, step = trained.policy(), trained.facts.step or 0
             policy.reset(target)

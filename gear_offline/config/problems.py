@@ -97,6 +97,8 @@ def option_text(model: type[BaseModel], problem: Any) -> str:
         beside = [o for o in dotted_fields(model) if o.startswith(".".join([*path[:-1], ""]))]
         hint = "`recipes validate` prints all there are"
         hint = f"there are {', '.join(beside)}" if 0 < len(beside) < 9 else hint
+        if parts := path[-1].split(".")[1:]:  # as on the command line
+            hint = f"nest it: {path[-1].replace('.', ': {')}: ...{'}' * len(parts)}"
         hint = f"did you mean {guess!r}?" if guess not in (None, name) else hint
         where = f" of {problem['loc'][1]}" if kind else ""
         return f"unknown option {name!r}{where}, {hint}"

@@ -601,7 +601,7 @@ class EvaluateSettings(PlaySettings):
     """Episodes for each target; 0: no evaluation while training."""
     environments: Positive | Literal["auto"] = "auto"
     """Environments that step together for each target; auto: 20 on the CPU, up to 256 on a GPU."""
-    seed: Seed = 1000
+    seed: Count = 1000
     """Seed of the first evaluation environment."""
     background: Mode = "auto"
     """Evaluate in other processes while training goes on; auto: where cores are free for it."""

@@ -32,6 +32,7 @@ from gear_offline.convert.shards import (
     write_shards,
 )
 from gear_offline.core.files import new_directory, write_file
+from gear_offline.core.parts import is_same_environment
 from gear_offline.core.text import count_text, say, texts
 from gear_offline.core.types import Array
 from gear_offline.dataset.dataset import Dataset, with_shards
@@ -215,11 +216,17 @@ def convert(
         if source.info.format != "gear":  # of which it was said when they were made
             late = late_rows(kinds_of(source)) if shift is None else []
             source.warn(*_looks_wrong(source), *late)
+        lengths = source.episodes.lengths
         whole = source = shift_source(source, shift or {})
-        source, kept = _edited(source, rename or {}, shift or {}, map, where)
+        numbers = np.flatnonzero(lengths > max((shift or {}).values(), default=0))  # in the source
+        source, kept = _edited(source, numbers, rename or {}, shift or {}, map, where)
+        if REWARDS not in source.spec:
+            name = "next.success" if "next.success" in source.spec else "NAME"
+            lost = "no rewards, so no returns: goals and cloning need none"
+            source.warn(f"{lost}; --rename {name}=rewards takes a column")
         groups = {name.split("/")[0] for name in (*kinds_of(source), *names.values())}
         lacking = [name for name in REQUIRED if name not in groups]
-        if path and lacking and (map or (columns is None and source.info.format != "gear")):
+        if path and lacking and columns is None and source.info.format != "gear":
             what = f"{'map made' if map else 'there are'} no {' and no '.join(lacking)}"
             remedy = f"return them from map, or name others: --rename NAME={lacking[0]}, --columns"
             raise InputError("COLUMN", what, source.info.uri, remedy)
@@ -306,7 +313,8 @@ def _environment(
     """Return the environment that the caller names, or the source; with its reference scores."""
     for name in (info.reference_name, environment, info.environment_id):
         scores = scores or info.scores or (reference_scores(name) if name else None)
-    is_same = environment is None or info.environment_id in (None, environment)
+    known = info.environment_id if environment else None
+    is_same = known is None or is_same_environment(environment, known)
     how = info.environment_options if is_same else {}
     if options is not None:
         how = json_options(options)
@@ -455,6 +463,7 @@ def _split_names(
 
 def _edited(
     source: Source,
+    numbers: Array,
     rename: Mapping[str, str],
     shift: Mapping[str, int],
     map: str | EpisodeFunction | None,
@@ -468,7 +477,8 @@ def _edited(
         function, origin = find_function(map)
         notes.append(f"map {origin}")
     if where is not None:
-        kept = keep_episodes(where, edit_source(source, function))
+        mapped = edit_source(source, function)
+        kept, source.info = keep_episodes(where, mapped, numbers), mapped.info  # with its warnings
         counts = f"{kept.sum():,} of {count_text(kept.size, 'episode')}"
         notes.append(f"where {' '.join(where.split())}: {counts}")
     source = edit_source(source, function, kept)

@@ -78,6 +78,12 @@ def is_same(name: Any, other: Any) -> bool:
     return names[0] == names[1] or bool(parts and bare[0] == bare[1] and len(digests) < 2)
 
 
+def is_same_environment(name: str | None, other: str | None) -> bool:
+    """True if two ids are of one environment: one may have its module before it."""
+    name, other = name or "", other or ""
+    return name == other or f":{name}".endswith(f":{other}") or f":{other}".endswith(f":{name}")
+
+
 def part_name(part: Any) -> Any:
     """Return the name of a part that is given itself: a class or a function; texts as they are.
 
@@ -218,10 +224,15 @@ def check_admitted(kind: Kind, name: str) -> None:
     """Refuse to import what only a run, a dataset or a policy folder names."""
     if name not in _admitted:
         what = f"{name!r} would import a module that only a run, a dataset or a policy names"
-        typed = f"{kind.option}={name}"
+        place, _, own = name.rpartition(":")
+        shown, remedy = name, "if you trust it, name it yourself"
+        if place.endswith(".py") and not Path(place).is_file():  # of another machine, or moved
+            what = f"{place}, which a run, a dataset or a policy names, is not here"
+            shown, remedy = f"{Path(place).name}:{own}", "get that file, and name it where it is"
+        typed = f"{kind.option}={shown}"
         if kind.argument:
-            typed += f" with train and sweep, else {kind.argument} {name}"
-        remedy = f"if you trust it, name it yourself: {typed}"
+            typed += f" with train and sweep, else {kind.argument} {shown}"
+        remedy += f": {typed}"
         raise InputError(kind.code, _refused.get(name, what), kind.option, remedy)
 
 

@@ -120,7 +120,8 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "versions": versions(
-            "gear-offline", "numpy", "torch", "cupy-cuda13x", "h5py", "transformers"
+            *("gear-offline", "numpy", "torch", "cupy-cuda13x", "h5py", "transformers"),
+            *("gymnasium", "mujoco"),  # returns are of a simulator's version
         ),
         "date": datetime.now(UTC).date().isoformat(),
     }

@@ -111,11 +111,12 @@ def _facts(document: Mapping[str, Any], full: bool) -> dict[str, str]:
     if scores is not None:
         shown = f"reference scores {scores['minimum']:g} to {scores['maximum']:g}"
         shown += f" ({scores['name']}{', indicative only' if scores['indicative'] else ''})"
+    made_with = "".join(f" {key}={value}" for key, value in environment.get("options", {}).items())
     rows = {
         "dataset": document["path"],
         "size": f"{counts}, {size_text(document['bytes'])} in {shards}",
         "digests": f"{blocks} checked, all match" if document["verified"] else checked,
-        "environment": f"{environment['id'] or 'unknown'}; {shown}",
+        "environment": f"{environment['id'] or 'unknown'}{made_with}; {shown}",
         "source": f"{source['uri']} ({source['format']}; rule: {source['rule']})",
     }
     if full:

@@ -78,8 +78,8 @@ class EvaluationTask:
         """Return it with a number of environments; refuse to play nothing, ``USAGE``."""
         for name, least in (("episodes", 1), ("environments", 0), ("seed", 0)):
             value = getattr(self, name)
-            if not (isinstance(value, int | np.integer) and least <= value < 1 << 63):
-                remedy = f"give a whole number from {least} on, below 2^63"
+            if not (isinstance(value, int | np.integer) and least <= value < 1 << 62):
+                remedy = f"give a whole number from {least} on, below 2^62"
                 raise InputError("USAGE", f"{name} is {value}", f"evaluate.{name}", remedy)
         suiting = CPU_ENVIRONMENTS if device == "cpu" else min(self.episodes, GPU_ENVIRONMENTS)
         return replace(self, environments=self.environments or suiting)

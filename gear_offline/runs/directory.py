@@ -8,12 +8,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from gear_offline.config.files import KINDS, flat
+from gear_offline.config.files import KINDS, OWN_OPTIONS, flat
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import LOCK, HeldDirectory, unusable, write_file
 from gear_offline.core.hub import is_there
@@ -151,12 +149,12 @@ def check_resumed(
     if (known := recipe_before(path, start)) is None:
         return
     (before, state), recipe = known, going_on(recipe, known[0])
-    for key, was, now in _differences(before, recipe, state.step, is_resolved=dataset is not None):
-        free = "it may change with optimizer.schedule=constant; " if key == "train.steps" else ""
-        remedy = f"{free}undo that (here, or in {path / 'recipe.yaml'} if it was edited), or train "
+    if unlike := _differences(before, recipe, state.step, is_resolved=dataset is not None):
+        remedy = f"undo that (here, or in {path / 'recipe.yaml'} if it was edited), or train "
         remedy += "into another directory"
-        what = f"{key} was {was!r} when the run began and is {now!r} now"
-        raise InputError("RUN_MISMATCH", what, str(path), remedy)
+        if "train.steps" in unlike:
+            remedy = f"train.steps may change with optimizer.schedule=constant; {remedy}"
+        raise InputError("RUN_MISMATCH", "; ".join(unlike.values()), str(path), remedy)
     grows = recipe.data.admit_every is not None
     if dataset is not None and not grows and state.loader.get("dataset") != data_digest(dataset):
         what, remedy = "the run began with other data", "train into another directory"
@@ -174,10 +172,8 @@ def changed_parts(path: Path, recipe: Recipe, start: Path | None = None) -> list
     return [name for name, digest in recipe.parts.items() if before.get(name, digest) != digest]
 
 
-def _differences(
-    before: Recipe, now: Recipe, step: int, *, is_resolved: bool
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each option that makes another run of `now` after so many steps, with both values."""
+def _differences(before: Recipe, now: Recipe, step: int, *, is_resolved: bool) -> dict[str, str]:
+    """Return each option that makes another run of `now` after so many steps, with both values."""
     old, new = flat(before.to_dict()), flat(now.to_dict())
     past = before.train.batch_of(step - 1) if step else -1
     for options, recipe in ((old, before), (new, now)):  # what is skipped later is free
@@ -191,9 +187,13 @@ def _differences(
     if not is_resolved:
         free |= {key for key in {*old, *new} if new.get(key) is None} | {"model.action_tanh"}
     free |= {key for key in {*old, *new} if ORIGIN.fullmatch(key) or old.get(key) == "auto"}
+    differences = dict[str, str]()
     for key in sorted({*old, *new} - free, key=lambda key: (key not in KINDS, key)):
-        if not is_same(old.get(key), new.get(key)):
-            yield key, old.get(key), new.get(key)
+        section, was, now_is = key.partition(".")[0], old.get(key), new.get(key)
+        is_implied = f"{section}.{OWN_OPTIONS.get(section)}" in differences  # of another model
+        if not (is_implied or is_same(was, now_is)):
+            differences[key] = f"{key} was {was!r} when the run began and is {now_is!r} now"
+    return differences
 
 
 class RunDirectory(HeldDirectory):

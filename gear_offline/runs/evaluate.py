@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +101,7 @@ def evaluate(
             raise InputError("USAGE", what, "run", remedy)
     else:
         run = given_path(run, "RUN_NOT_FOUND", where="run")
-        trained = find_trained(run, checkpoint, partial(say, quiet=quiet), model=model)
+        trained = find_trained(run, checkpoint, model=model)
     environment = part_name(environment)
     admit([environment])
     how = None if environment_options is None else json_options(environment_options)

@@ -24,7 +24,8 @@ from gear_offline.config.sections import CollectSettings, DataSettings
 from gear_offline.convert.conversion import changed_files, convert, options_text
 from gear_offline.core.files import check_folder, turn_of
 from gear_offline.core.hub import is_there
-from gear_offline.core.system import available_bytes
+from gear_offline.core.parts import is_same_environment
+from gear_offline.core.system import available_bytes, versions
 from gear_offline.core.text import count_text, say, short, size_text, texts
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.growing import GrowingDataset
@@ -292,11 +293,12 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
     _check_condition(recipe, dataset)
     sizes = data_sizes(dataset, recipe.loader.observations)
     environment = recipe.evaluate.environment or dataset.environment_id
+    is_own = is_same_environment(environment, dataset.environment_id)
     longest, plays = int(dataset.episodes.lengths.max()), recipe.evaluate.episodes > 0
     if plays:
         resolve_device(recipe.evaluate.device, where="evaluate.device")
     options = recipe.evaluate.environment_options
-    if options is None and dataset.environment_id in (None, environment):
+    if options is None and (is_own or dataset.environment_id is None):
         options = dataset.environment_options or None
     facts, sizes = _probe_environment(recipe, dataset, options, sizes, quiet=quiet)
     if facts is not None:
@@ -304,7 +306,7 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
     elif plays:
         environment = None
     scores, known = dataset.reference_scores, None
-    if scores is not None and environment in (None, dataset.environment_id):
+    if scores is not None and (is_own or environment is None):
         is_named = reference_scores(scores.name) is not None
         known = scores.name if is_named else [scores.minimum, scores.maximum]
     changes: dict[str, Any] = {
@@ -448,13 +450,19 @@ def _probe_environment(
     if not plays:
         return facts, whole
     say_version(name, quiet=quiet)
-    if dataset.environment_id not in (None, name):
+    if dataset.environment_id and not is_same_environment(name, dataset.environment_id):
         say(f"evaluation in {name}; the data are of {dataset.environment_id}", quiet=quiet)
     elif options and recipe.evaluate.environment_options is None:
         how = ", ".join(f"{key}={value}" for key, value in options.items())
         say(f"evaluation in {name} as the data say: {how}", quiet=quiet)
     else:
         say_left_out(options, dataset.environment_options, quiet=quiet)
+    noted = dataset.manifest.source.attributes.get("attributes")  # of a file: anything
+    made = noted.get("mujoco") if isinstance(noted, dict) else None
+    here, simulated = versions("mujoco").get("mujoco", made), "infos/qpos" in dataset.statistics
+    if simulated and made not in (None, here):
+        what = f"the data are of MuJoCo {made}, and {here} plays"
+        say(f"{what}: its contacts end elsewhere, which changes returns", quiet=quiet)
     return facts, whole
 
 

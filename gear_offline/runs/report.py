@@ -64,14 +64,14 @@ def write_report(run: str | os.PathLike[str], *, final: EvaluationReport | None 
         raise InputError("RUN_NOT_FOUND", what, where=str(run), remedy=remedy)
     results: Mapping[str, TaskResult | None] = (final and final.named) or {"": final}
     datasets = {
-        name: _dataset(recipe.of_task(name) if recipe and name else recipe) for name in results
+        name: dataset_of(recipe.of_task(name) if recipe and name else recipe) for name in results
     }
     sections, pictures = list[dict[str, Any]](), dict[str, bytes]()
     if losses := {step: loss for step, loss in logged.items() if loss is not None}:
         pictures[CURVE] = _draw_learning_curve(run.name, losses, evaluations)
     at = "" if final is None or final.step is None else f" at step {final.step:,}"
     for name, result in results.items():  # of one task the name is empty
-        levels, picture = _levels(result, datasets[name]), None
+        levels, picture = data_levels(result, datasets[name]), None
         if result is not None and result.targets and not result.goals:
             picture = f"plots/asked_vs_achieved{f'-{name}' if name else ''}.png"
             title = f"{run.name}{at} in {result.environment}"
@@ -118,14 +118,14 @@ def _plain_markdown(value: Any) -> Any:
     return Markup(markdown(value)) if type(value) is str else value
 
 
-def _dataset(recipe: Recipe | None) -> Dataset | None:
+def dataset_of(recipe: Recipe | None) -> Dataset | None:
     """Return the dataset of a recipe, while it is still there."""
     if recipe is None or recipe.data.path is None or not is_there(recipe.data.path):
         return None
     return open_dataset(recipe.data.path, verify=False, admissions=recipe.data.admissions)
 
 
-def _levels(result: TaskResult | None, data: Dataset | None) -> dict[str, float]:
+def data_levels(result: TaskResult | None, data: Dataset | None) -> dict[str, float]:
     """Return returns of a task's data to compare with; goals have none."""
     if data is None or not data.manifest.returns.count or (result and result.goals):
         return {}
@@ -198,15 +198,30 @@ def _plot_returns(
 
 
 def _draw_asked_vs_achieved(name: str, result: TaskResult, levels: Mapping[str, float]) -> bytes:
-    """Draw achieved over asked returns, with every episode, 95 % intervals and named levels."""
-    targets = sorted(result.targets, key=lambda target: target.target)
-    asked, means = np.array([(target.target, target.mean_return) for target in targets]).T
+    """Draw achieved over asked returns, with every episode."""
+    achieved = {t.target: (t.returns, t.mean_return, result.interval(t)) for t in result.targets}
+    episodes = count_text(len(result.targets[0].returns), "episode")
+    return draw_asked(achieved, levels, name, f"{episodes} each")
+
+
+def draw_asked(
+    achieved: Mapping[float, tuple[Sequence[float], float, Interval]],
+    levels: Mapping[str, float],
+    name: str,
+    of: str,
+) -> bytes:
+    """Draw achieved over asked returns: dots, means, 95 % intervals and named levels.
+
+    `achieved` has the dots, mean and interval of each asked return; `of` says what the dots are.
+    """
+    asked = np.array(sorted(achieved))
+    means = np.array([achieved[target][1] for target in asked])
     figure = plots.new_figure()
     axes = figure.add_subplot()
-    for target in targets:
-        places = np.full(len(target.returns), target.target)
-        axes.scatter(places, target.returns, s=11, color=plots.BLUE, alpha=0.25)
-    ends = np.array([result.interval(target) for target in targets], np.float64)
+    for target in asked:
+        returns = achieved[target][0]
+        axes.scatter([target] * len(returns), returns, s=11, color=plots.BLUE, alpha=0.25)
+    ends = np.array([achieved[target][2] for target in asked], np.float64)
     bars: Any = {"yerr": np.abs(ends.T - means), "capsize": 4} if np.isfinite(ends).all() else {}
     axes.errorbar(asked, means, color=plots.BLUE, linewidth=2, marker="o", **bars)
     for (label, level), colour in zip(levels.items(), (plots.ORANGE, plots.GREEN), strict=False):
@@ -223,10 +238,9 @@ def _draw_asked_vs_achieved(name: str, result: TaskResult, levels: Mapping[str, 
     plots.thousands(axes.xaxis)
     plots.thousands(axes.yaxis)
     plots.legend(axes)
-    episodes = count_text(len(targets[0].returns), "episode")
     finding = f"Asked for {_numbers(asked)}, it achieves {_numbers(means)}"
     what = "mean and 95 % interval" if bars else "mean"
-    plots.titles(figure, finding, f"{name}: {what} of {episodes} each")
+    plots.titles(figure, finding, f"{name}: {what} of {of}")
     return plots.draw(figure)
 
 

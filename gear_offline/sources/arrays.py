@@ -158,7 +158,7 @@ def from_arrays(
         where=name,
         facts={**({METADATA: metadata} if metadata else {}), **(attributes or {})},
     )
-    return turned(source.tell_no_rewards(), rule)
+    return turned(source, rule)
 
 
 def read_episodes(

@@ -168,14 +168,6 @@ class Source(Closing):
             before = texts(self.info.attributes.get("warnings"))
             self.info = self.info.with_facts(warnings=[*dict.fromkeys([*before, *notes])])
 
-    def tell_no_rewards(self) -> Source:
-        """Warn where there are no rewards; return the source."""
-        if "rewards" not in self.spec:
-            name = "next.success" if "next.success" in self.spec else "NAME"
-            what = "no rewards, so no returns: goals and cloning need none"
-            self.warn(f"{what}; --rename {name}=rewards takes a column")
-        return self
-
     def read(self, column: str, start: int, stop: int) -> Array:
         """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""
         if not 0 <= start <= stop <= self.spec.steps:

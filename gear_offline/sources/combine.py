@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -54,7 +56,8 @@ def pick_episodes(source: Source, which: npt.ArrayLike) -> Source:
     bounds = ((int(offsets[run[0]]), int(offsets[run[-1] + 1])) for run in runs)
     pieces = [Piece(read=source.read, first=a, steps=b - a) for a, b in bounds]
     picked = f"{chosen.size:,} of {count_text(source.episodes.episodes, 'episode')}"
-    return source.derived(pieces, chosen=chosen, info=source.info.with_facts(picked=picked))
+    info = replace(source.info.with_facts(picked=picked), edges=())  # another row may be the first
+    return source.derived(pieces, chosen=chosen, info=info)
 
 
 def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
@@ -100,9 +103,15 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
     tails = [(s.info.attributes.get("unfinished_tail_steps", 0), s.spec.steps) for s in sources]
     if cut := sum(0 < tail < steps for tail, steps in tails[:-1]):
         notes.append(f"{count_text(cut, 'part')} without an end of the last episode: truncated")
+    edges = [info.edges for info in infos]
+    if same := sum(bool(a and b) and np.array_equal(a[1], b[0]) for a, b in pairwise(edges)):
+        what = f"{count_text(same, 'episode')} cut where another part begins: of one id there"
+        notes.append(f"{what}; join such rows first, as pandas.concat does")
     edits = [info.attributes.get("reward_edits", []) for info in infos]
+    made_of: dict[str, str] = {}
     for info in infos:
         left_out = {**info.attributes.get("left_out", {}), **left_out}
+        made_of |= info.attributes.get("columns_from", {})
     return Source(
         [Piece(read=source.read, steps=source.spec.steps) for source in sources],
         columns,
@@ -113,10 +122,12 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
         info=SourceInfo(
             uri=uri or " + ".join(info.uri for info in infos[:3]) + " + ..." * (len(infos) > 3),
             files=tuple(file for info in infos for file in info.files),
+            edges=(edges[0][0], edges[-1][1]) if edges[0] and edges[-1] else (),
             attributes={
                 "parts": len(sources),
                 "part_episodes": [(s.info.uri, s.spec.episodes) for s in sources[:MOST_NAMED]],
                 "left_out": left_out,
+                "columns_from": made_of,
                 "reward_edits": edits[0] if all(own == edits[0] for own in edits) else [None],
                 "warnings": [*dict.fromkeys(notes)],
             },
@@ -154,7 +165,9 @@ def with_columns(source: Source, names: Mapping[str, str] | None) -> Source:
     rest = [c for c in source.spec if c.name not in moved and not c.name.startswith(below)]
     parts |= {column.name: [column] for column in rest}
     kinds = {
-        new: (of[0].dtype, of[0].shape if len(of) == 1 else (sum(prod(o.shape) for o in of),))
+        new: (of[0].dtype, of[0].shape)
+        if len(of) == 1
+        else (np.result_type(*(o.dtype for o in of)), (sum(prod(o.shape) for o in of),))
         for new, of in parts.items()
     }
 
@@ -226,9 +239,10 @@ def _taken(source: Source, new: str, olds: Sequence[str]) -> dict[str, list[Colu
             raise InputError("COLUMN", what, f"column {new}", f"name its parts: {'+'.join(below)}")
         taken.append(columns[name])
         dtype, shape = taken[-1].dtype, taken[-1].shape
-        if len(shape) > 1 or dtype != taken[0].dtype:
+        if len(shape) > 1 or dtype.kind != taken[0].dtype.kind:
             what = f"{old} is {dtype} {shape} a step: it makes no column of {taken[0].dtype}"
-            raise InputError("COLUMN", what, f"column {new}", "join vectors of one dtype")
+            remedy = "join vectors of floats, or of integers; --map makes one of others"
+            raise InputError("COLUMN", what, f"column {new}", remedy)
     return {new: taken}
 
 

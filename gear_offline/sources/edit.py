@@ -87,6 +87,9 @@ def shift_source(source: Source, shift: Mapping[str, int]) -> Source:
         return source.read(column, start + by_column[column], stop + by_column[column])
 
     kept = np.flatnonzero(lengths > most)
+    if not kept.size:
+        what = f"shift leaves nothing: no episode has more than {count_text(most, 'row')}"
+        raise InputError("USAGE", what, remedy="shift by fewer rows, or mend where episodes end")
     pieces = [Piece(read=read, first=int(offsets[n]), steps=int(lengths[n]) - most) for n in kept]
     return source.derived(pieces, chosen=kept, lengths=lengths[kept] - most)
 
@@ -173,8 +176,8 @@ def _call(function: EpisodeFunction, episode: Columns, number: int) -> Columns:
     return arrays
 
 
-def keep_episodes(expression: str, source: Source) -> BoolArray:
-    """Choose the (E,) episodes that an expression keeps, at least one.
+def keep_episodes(expression: str, source: Source, numbers: Array) -> BoolArray:
+    """Choose the (E,) episodes that an expression keeps, at least one; `numbers` are theirs.
 
     It compares and calculates with numbers, facts of episodes, and columns of one number a step
     that do not change in any episode.
@@ -187,7 +190,11 @@ def keep_episodes(expression: str, source: Source) -> BoolArray:
         text = re.sub(r"\breturn\b", _RETURN, expression.strip())
         tree = ast.parse(text, mode="eval")
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        facts = {name: _fact(source, _SHOWN.get(name, name)) for name in sorted(names)}
+        facts = {name: _fact(source, _SHOWN.get(name, name), numbers) for name in sorted(names)}
+        for name, values in facts.items():
+            if count := int(np.isnan(values.astype(np.float64)).sum()):
+                what = f"{_SHOWN.get(name, name)} is NaN in {count_text(count, 'episode')}"
+                source.warn(f"{what}: no > or < of where keeps it")
         with np.errstate(all="ignore"):
             kept = np.asarray(_value(tree.body, facts), np.bool_)
         if kept.shape != (source.spec.episodes,):
@@ -231,13 +238,13 @@ def _calculated(operation: ast.AST, *values: Any) -> Any:
     return _OPERATIONS[type(operation)](*(np.asarray(value, np.float64) for value in values))
 
 
-def _fact(source: Source, name: str) -> Array:
+def _fact(source: Source, name: str, numbers: Array) -> Array:
     """Return the (E,) values of a name in an expression."""
     known: dict[str, Array] = {
         "length": source.episodes.lengths,
         "terminated": source.terminated,
         "truncated": source.truncated,
-        "episode": np.arange(source.spec.episodes),
+        "episode": numbers,
     }
     if name in known:
         return known[name]
@@ -250,11 +257,12 @@ def _fact(source: Source, name: str) -> Array:
         what = f"unknown name {name!r}" + (f", did you mean {near!r}?" if near else "")
         remedy = f"names are {some_names(names)}, of columns those that stay in an episode"
         raise InputError("USAGE", what, remedy=remedy)
-    low, high = _fold(source, name, np.minimum, np.inf), _fold(source, name, np.maximum, -np.inf)
-    if (changing := np.flatnonzero(low != high)).size:
+    # only of an episode of nothing but NaN: low is infinite, high NaN
+    low, high = _fold(source, name, np.fmin, np.inf), _fold(source, name, np.maximum, -np.inf)
+    if (changing := np.flatnonzero((low != high) & ~(np.isnan(high) & np.isinf(low)))).size:
         what = f"the column {name} changes in episode {changing[0]}"
         raise InputError("USAGE", what, remedy="name columns that do not")
-    return low
+    return high
 
 
 def _fold(source: Source, column: str, function: np.ufunc, start: float) -> Float64Array:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from gear_offline.core.text import count_text
 from gear_offline.core.types import BoolArray, Int64Array
 from gear_offline.errors import InputError
 from gear_offline.sources.flags import PADDED, TERMINAL_FLAGS, UNIONS, RowsWhereTrue, true_rows
@@ -71,8 +72,9 @@ def split_episodes(
     notes = [note] if note else []
     if asked and not parsed.terminals and CUTS not in asked:
         notes.append(NO_TERMINATION)
-    if parsed.marks:
-        notes += _inside({name: true(name) for name in others}, last)
+    if parsed.marks or not parsed.ends:  # episodes end without regard to flags
+        told = others if parsed.marks else parsed.terminals
+        notes += _inside({name: true(name) for name in told}, last)
     if asked is None:
         notes += _likely(table, flags, last, rows, where)
     for name in (part[6:-2] for part in row_marks(table) if part[:6] + part[-2:] == "first:=0"):
@@ -139,7 +141,8 @@ def judge_ends(
 def _inside(true: Mapping[str, Int64Array], last: Int64Array) -> list[str]:
     """Warn of flags that are true at other rows than the `last` of episodes."""
     inside = {name: np.setdiff1d(rows, last).size for name, rows in true.items()}
-    return [f"{n} is true at {k:,} steps that end no episode" for n, k in inside.items() if k]
+    said = {name: count_text(count, "step") for name, count in inside.items() if count}
+    return [f"{name} is true at {steps} where no episode ends" for name, steps in said.items()]
 
 
 def _with_step_limit(last: Int64Array, rows: int, limit: int) -> Int64Array:

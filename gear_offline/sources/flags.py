@@ -67,7 +67,10 @@ def flag_values(
         what = f"{name} is no flag: it holds {', '.join(f'{v:g}' for v in values[:5])}"
         runs = 1 + np.count_nonzero(rows[1:] != rows[:-1])  # of an id each, or of other values
         others = [flag for flag in flags if MEANING[flag] != MEANING.get(name)]
-        rule = "|".join([f"{name}={values[-1]:g}", *others])
+        true = max(
+            values, key=lambda value: (abs(value), value)
+        )  # 255 of 0 and 255, -1 of -1 and 0
+        rule = "|".join([f"{name}={true:g}", *others])
         reads = f"--ends ids:{name}" if runs == values.size > 2 else f"--rule '{rule}'"
         remedy = f"{reads} may read it" if flags else remedy
         if flags and not others and values.size == 3 and 2 * np.sum(rows == 0) > rows.size:

@@ -24,6 +24,7 @@ from gear_offline.sources.row_marks import MARK
 
 REQUIRED = ("observations", "actions")
 UNREAD = "store it as numbers, or leave it out: any --rule does, such as --rule none"
+EDITS = ("mapped", "reward_edits")  # attributes that a policy in the environment has to know
 OPTIONAL = ("rewards", "next_observations", *FLAGS)
 
 
@@ -38,6 +39,9 @@ def open_hdf5(file: Hdf5File, asked: Asked) -> Source:
     options = dict[str, Any]()
     with suppress(TypeError, ValueError):
         options |= json.loads(attributes.get("env_options", ""), parse_constant=str)
+    with suppress(TypeError, ValueError):  # of what was exported
+        edits = dict(json.loads(attributes.get("edits", "")))
+        facts |= {name: edits[name] for name in EDITS if isinstance(edits.get(name), list)}
     source = table_source(
         file.datasets,
         asked,

@@ -33,6 +33,15 @@ from gear_offline.sources.hdf5_filters import FILTERS, ChunkDecoder
 from gear_offline.sources.input_files import InputFile, reading_errors
 
 SUFFIXES = (".hdf5", ".h5")
+OTHER_FILES = {  # how a file of such a name comes in by Python
+    ".csv": "pandas.read_csv({!r}).to_parquet('mine.parquet')",
+    ".json": "pandas.read_json({!r}).to_parquet('mine.parquet')",
+    ".mat": "file = scipy.io.loadmat({!r}, squeeze_me=True); "
+    "go.convert(go.from_arrays({{n: file[n] for n in file if n[0] != '_'}}), 'OUT')",
+    ".pkl": "if you trust it, go.convert(go.from_arrays(pickle.load(open({!r}, 'rb'))), 'OUT'); "
+    "of a list of episodes go.from_episodes",
+}
+OTHER_FILES[".pickle"] = OTHER_FILES[".pkl"]
 MAX_READ_BYTES = 256 << 20  # beyond this a row of chunks is read in parts
 KEPT_BYTES = 64 << 20  # of each column the row of chunks that was decoded last, up to this
 MAX_CHUNK_BYTES, MAX_BAND_BYTES = 512 << 20, 1 << 30
@@ -67,8 +76,11 @@ class Hdf5File(Closing):
         self.warnings: list[str] = []
         with _reading(path):
             if not h5py.is_hdf5(path):
-                remedy = "docs/how-to/convert.md, Other files: from Python, or by way of parquet"
-                raise InputError("SOURCE_READ", "not an HDF5 file", str(path), remedy)
+                way = OTHER_FILES.get(path.suffix.lower(), "").format(str(path))
+                what = f"{path.suffix} files are not read" if way else "not an HDF5 file"
+                remedy = f"in Python: {way}; " * bool(way) + "docs/how-to/convert.md, Other files: "
+                remedy += "HDF5, npz, parquet, arrow and zarr are read"
+                raise InputError("SOURCE_READ", what, str(path), remedy)
             try:
                 self._file = h5py.File(path, "r", locking="best-effort")
             except BlockingIOError as error:  # locked: not damaged, but not complete either

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from gear_offline.core.hub import fetch, is_hub
-from gear_offline.core.text import count_text
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.manifest import is_dataset
 from gear_offline.dataset.scores import dataset_file, dataset_of_file
@@ -150,7 +149,7 @@ def _open(path: Path, asked: Asked) -> Source:
     for new, old in asked.names.items() if not asked.rule else ():
         if old in flags and new not in MEANING:
             source.warn(f"{old}, now {new}, still tells ends; --rule may name others")
-    return with_columns(source, asked.names).tell_no_rewards()
+    return with_columns(source, asked.names)
 
 
 def _judge(source: Source, asked: Asked) -> None:
@@ -198,10 +197,6 @@ def _open_folder(path: Path, asked: Asked) -> Source:
     files = [file for file in groups[0] if file not in held] or groups[0]
     parts = [_open(file, asked._replace(uri=file.name)) for file in files]
     source = join_sources(parts, uri=folder.name)
-    ids = [edge for part in parts for edge in part.info.edges][1:-1]
-    if same := sum(map(np.array_equal, ids[::2], ids[1::2])):
-        what = f"{count_text(same, 'episode')} cut where another file begins"
-        source.warn(f"{what}: of one id there; join such files first, as pandas.concat does")
     aside += [file.name for file in held if file not in files]
     source.warn(*[f"{some_names(aside)} left out: convert apart, or go.join_sources"] * bool(aside))
     return source

@@ -49,6 +49,22 @@ class SweepResult(Printed):
         more = f"Not asked for last and not in the table: {count_text(self.others, 'more run')}."
         return more if self.others else ""
 
+    @property
+    def levels(self) -> dict[str, float]:
+        """Returns of the data that all trials have, while they are there, to compare with."""
+        from gear_offline.runs.report import data_levels, dataset_of  # matplotlib takes a moment
+
+        recipes = [result.trial.recipe for result in self.trials]
+        if not self.table.asked or any(r.data != recipes[0].data for r in recipes):
+            return {}
+        return data_levels(self.trials[0].last, dataset_of(recipes[0]))
+
+    @property
+    def data(self) -> str:
+        """A sentence on `levels`, or an empty text."""
+        told = ", ".join(f"{name} {short(value)}" for name, value in self.levels.items())
+        return f"Returns: {told}." if told else ""
+
     def to_json(self) -> dict[str, Any]:
         """Return the document of ``--json``."""
         trials = [
@@ -67,7 +83,7 @@ class SweepResult(Printed):
     def print(self, *, console: Terminal | None = None) -> None:
         """Print a row a setting, the best one first, and what failed."""
         console = console or Terminal()
-        self.table.print(console, self.remark)
+        self.table.print(console, " ".join(filter(None, (self.data, self.remark))))
         for result in self.trials:
             if result.failure:
                 console.print(f"{result.trial.name} failed: {result.failure}")
@@ -77,12 +93,14 @@ class SweepResult(Printed):
         from gear_offline.runs.report import render_page  # matplotlib takes half a second
 
         plot = plot_curves(self.path / "plots" / "learning_curves.png", self.trials, self.table)
+        asked = plot_asked(self.path / "plots" / "asked_vs_achieved.png", self)
         text = render_page(
             Path(__file__).with_name("sweep.md.j2"),
             result=self,
             states=[result.status for result in self.trials],
             interval=INTERVAL,
             is_drawn=plot is not None,
+            shows_asked=asked is not None,
         )
         write_file(self.path / "sweep.md", text.encode())
         return self.path / "sweep.md"
@@ -103,6 +121,23 @@ def read_sweep(path: str | os.PathLike[str]) -> SweepResult:
         table=make_table(results),
         others=len(others),
     )
+
+
+def plot_asked(path: Path, result: SweepResult) -> Path | None:
+    """Draw asked and achieved returns of a sweep of seeds alone into `path`; None of others."""
+    from gear_offline.runs.report import draw_asked
+
+    table = result.table
+    if len(table.rows) != 1 or table.goals or not table.asked:
+        return None
+    achieved = {}
+    for target, mean in table.rows[0].asked.items():
+        half = np.nan if mean.half is None else mean.half
+        achieved[target] = mean.values, mean.mean, (mean.mean - half, mean.mean + half)
+    seeds = count_text(len(table.rows[0].seeds), "seed")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, draw_asked(achieved, result.levels, table.rows[0].label, seeds))
+    return path
 
 
 def plot_curves(path: Path, trials: Sequence[TrialResult], table: SeedTable) -> Path | None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.text import Document, short
+from gear_offline.core.text import Document, short, told_apart
 from gear_offline.errors import InputError
 from gear_offline.progress import Terminal, print_table
 from gear_offline.sweep.trials import Trial
@@ -57,6 +57,7 @@ class TrialResult:
     error: str | None  # of a failed one, "CODE: what was wrong"
     curves: dict[str, dict[int, float]]  # values by step, by `RANKING`
     last: EvaluationReport | None  # the last evaluation that did not fail
+    played: Mapping[int, EvaluationReport] = field(default_factory=dict)  # those, by step
     unplayed: str | None = None  # the error of the last one that did
     failure: str | None = None  # its error, or that of its evaluations if every one failed
 
@@ -90,6 +91,7 @@ class Row:
     estimates: Mapping[str, Estimate]  # by `METRICS`, over those seeds that have a value at
     steps: Mapping[str, int]  # the step of each: the last one that all seeds have come to
     missing: Mapping[str, tuple[str, ...]]  # the runs without a value there
+    asked: Mapping[float, Estimate]  # of several targets each, at the step of the return
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,12 +100,20 @@ class SeedTable(Document):
 
     rows: tuple[Row, ...]
     metric: str
+    goals: bool = False  # targets are numbers of tasks
     interval: str = INTERVAL
 
     @property
     def headings(self) -> dict[str, str]:
         """The headings of the metrics that some trial has."""
         return {n: text for n, text in METRICS.items() if any(n in r.estimates for r in self.rows)}
+
+    @property
+    def asked(self) -> dict[float, str]:
+        """The headings of the targets, where a setting has several."""
+        targets = [*dict.fromkeys(target for row in self.rows for target in row.asked)]
+        what = "task" if self.goals else "asked"
+        return {t: f"{what} {text}" for t, text in zip(targets, told_apart(targets), strict=True)}
 
     @property
     def notes(self) -> list[str]:
@@ -126,6 +136,12 @@ class SeedTable(Document):
             for row in self.rows
         ]
         print_table(console, ["setting", "seeds", *(METRICS[name] for name in shown)], cells)
+        if self.asked:
+            means = [
+                [row.label, *(str(row.asked.get(t, "-")) for t in self.asked)] for row in self.rows
+            ]
+            console.print()
+            print_table(console, ["setting", *self.asked.values()], means)
         has_intervals = any("±" in text for row in cells for text in row[2:])
         what = f"± is the {INTERVAL}." if has_intervals else "Intervals are shown from 3 seeds on."
         console.print(" ".join([what, *self.notes, remark]).rstrip())
@@ -147,6 +163,7 @@ def read_result(trial: Trial, path: Path, error: str | None = None) -> TrialResu
             "loss": _curve(metrics, "loss"),
         },
         last=played[-1] if played else None,
+        played={report.step: report for report in played if report.step is not None},
         unplayed=failure_of([report for report in reports if report.error]),
         failure=failure_of(reports) if done else error,
     )
@@ -205,9 +222,18 @@ def at_one_step(
     return step, [(r, r.curves[metric][step]) for r in results if step in r.curves[metric]]
 
 
+def _asked(reports: Sequence[EvaluationReport]) -> dict[float, Estimate]:
+    """Return the mean of each target over the reports of seeds that have several."""
+    returns: dict[float, list[float]] = {}
+    for report in reports:
+        for target in report.targets if len(report.targets) > 1 else ():
+            returns.setdefault(target.target, []).append(target.mean_return)
+    return {target: estimate(values) for target, values in returns.items()}
+
+
 def make_table(results: Sequence[TrialResult]) -> SeedTable:
     """Return the table of trials; equal settings stay in the order of the trials."""
-    rows = []
+    rows, goals = [], False
     for label, members in by_label(results).items():
         complete = [r for r in members if r.status == "complete"]
         latest = {name: at_one_step(complete, name) for name in RANKING}
@@ -219,6 +245,8 @@ def make_table(results: Sequence[TrialResult]) -> SeedTable:
         ]
         there = {name: [r.trial.name for r, _ in pairs] for name, (_, pairs) in latest.items()}
         names = [r.trial.name for r in complete]
+        reports = [r.played[last] for r, _ in played if last in r.played]
+        goals = goals or any(report.goals for report in reports)
         row = Row(
             label=label,
             settings=members[0].trial.settings,
@@ -232,6 +260,7 @@ def make_table(results: Sequence[TrialResult]) -> SeedTable:
                 for name, known in there.items()
                 if 0 < len(known) < len(names)
             },
+            asked=_asked(reports),
         )
         rows.append(row)
     metric = next((m for m in RANKING if any(m in row.estimates for row in rows)), "loss")
@@ -240,4 +269,4 @@ def make_table(results: Sequence[TrialResult]) -> SeedTable:
     def rank(row: Row) -> float:
         return sign * row.estimates[metric].mean if metric in row.estimates else np.inf
 
-    return SeedTable(rows=tuple(sorted(rows, key=rank)), metric=metric)
+    return SeedTable(rows=tuple(sorted(rows, key=rank)), metric=metric, goals=goals)

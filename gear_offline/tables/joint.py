@@ -124,6 +124,10 @@ def join_datasets(tasks: Sequence[Part]) -> JointDataset:
             what = f"task {task.name!r}: returns_scale={scale!r} is not usable"
             raise InputError("LOADER_OPTION", what, remedy="use a positive number")
         standard_fields(task.dataset, normalize_states=False)  # refuses what fits no batch
+        if REWARDS not in task.dataset.spec:
+            what = f"the data of task {task.name!r} have no rewards, of which returns are asked for"
+            remedy = "leave the task out, or add a column rewards to its source"
+            raise InputError("COLUMN", what, str(task.dataset.path), remedy)
     specs = {task.name: task.dataset.spec for task in tasks}
     return JointDataset(
         tasks=tuple(tasks),

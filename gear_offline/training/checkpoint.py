@@ -28,7 +28,7 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import read_regular, sync_directory, write_error, write_file
 from gear_offline.core.hub import is_hub
 from gear_offline.core.system import versions
-from gear_offline.core.text import typed
+from gear_offline.core.text import say, typed
 from gear_offline.errors import GearError, InputError, is_out_of_memory
 from gear_offline.models.tensor_file import FileFacts, file_facts, write_tensors
 from gear_offline.tables.fields import Window
@@ -321,12 +321,10 @@ def find_checkpoint(run: Path, which: str | int | None = None) -> Path:
     raise InputError("RUN_NOT_FOUND", what, str(folder), remedy)
 
 
-def newest_checkpoint(
-    folder: Path, say: Callable[[str], None], *, training: bool = True
-) -> Checkpoint | None:
+def newest_checkpoint(folder: Path, *, training: bool = True) -> Checkpoint | None:
     """Return the newest checkpoint in `folder` that is whole; None when there is none at all.
 
-    `say` is told of each damaged one that is passed over.
+    Each damaged one that is passed over is told, to who wants no messages too.
     """
     checkpoints = list_checkpoints(folder)
     for _, path in reversed(checkpoints):
@@ -343,12 +341,10 @@ def newest_checkpoint(
     return None
 
 
-def chosen_checkpoint(
-    run: Path, which: str | int | None = None, say: Callable[[str], None] = lambda message: None
-) -> Checkpoint:
+def chosen_checkpoint(run: Path, which: str | int | None = None) -> Checkpoint:
     """Read what acting needs of a run's checkpoint `which`, or of its newest whole one."""
     if which in (None, "last"):
-        newest = newest_checkpoint(Path(os.path.realpath(run / "checkpoints")), say, training=False)
+        newest = newest_checkpoint(Path(os.path.realpath(run / "checkpoints")), training=False)
         if newest is not None:
             return newest
     return read_checkpoint(find_checkpoint(run, which), training=False)

@@ -205,11 +205,10 @@ def _state(learner: Learner, seconds: float) -> SavedState:
 def restore(learner: Learner, folder: Path, say: Callable[[str], None]) -> float:
     """Take over the newest whole checkpoint in `folder`, if there is one; all ranks together.
 
-    Returns the wall time of the run before, in seconds.  `say` is told, on the first rank, of
-    damaged checkpoints that are passed over.
+    Returns the wall time of the run before, in seconds.
     """
     world = learner.world
-    checkpoint = world.lead(lambda: newest_checkpoint(folder, say))
+    checkpoint = world.lead(lambda: newest_checkpoint(folder))
     text = world.gather(checkpoint and checkpoint.state.model_dump_json())[0]
     if text is None:
         if folder.with_name("metrics.jsonl").is_file():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,7 +161,6 @@ def typed_model(model: Any) -> str | None:
 def find_trained(
     source: str | os.PathLike[str],
     checkpoint: str | int | None = None,
-    say: Callable[[str], None] = lambda message: None,
     *,
     model: Any = None,
 ) -> TrainedModel:
@@ -180,7 +178,7 @@ def find_trained(
         what, remedy = "an ONNX file acts by onnxruntime", "give the run or the policy folder"
         raise InputError("RUN_NOT_FOUND", what, str(path), remedy)
     if not (path / POLICY).is_file():
-        return while_removed(lambda: trained_model(chosen_checkpoint(path, checkpoint, say), kind))
+        return while_removed(lambda: trained_model(chosen_checkpoint(path, checkpoint), kind))
     if checkpoint is not None:
         what, remedy = f"{path} is one policy", "leave the choice of a checkpoint out"
         raise InputError("USAGE", what, where="checkpoint", remedy=remedy)
