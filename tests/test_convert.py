@@ -1,6 +1,7 @@
 """Conversion: the same bytes each time, and one clear error for what cannot be converted."""
 
 import os
+import pickle
 import time
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 import pytest
+import scipy.io
 
 from gear_offline.cli.main import main
 from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.manifest import Manifest
+from gear_offline.sources import open_source
 from gear_offline.sources.input_files import InputFile
 from tests.support import (
     ArraySource,
@@ -217,3 +220,30 @@ def test_ctrl_c_while_a_compressed_file_is_read_stops(tmp_path: Path) -> None:
     done = run_python("-c", script, source, tmp_path / "out")
     assert done.returncode == 130 and "interrupted" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".json", ".mat", ".pkl"])
+def test_how_a_file_of_another_kind_comes_in_is_shown_and_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    pandas = pytest.importorskip("pandas")
+    monkeypatch.chdir(tmp_path)
+    columns = {name: np.arange(6.0) for name in ("observations", "actions", "rewards")}
+    columns["timeouts"] = np.arange(6) % 3 == 2
+    path = tmp_path / f"x{suffix}"
+    if suffix == ".mat":
+        scipy.io.savemat(path, columns)
+    elif suffix == ".pkl":
+        path.write_bytes(pickle.dumps(columns))
+    else:
+        frame = pandas.DataFrame(columns)
+        frame.to_csv(path, index=False) if suffix == ".csv" else frame.to_json(path)
+    with one_error("SOURCE_READ", f"{suffix} files are not read") as caught:
+        open_source(path)
+    shown = caught.value.remedy.split("in Python: ")[1]
+    shown = shown.removeprefix("if you trust it, ").partition("; docs/")[0].partition("; of a")[0]
+    modules = "import pickle, pandas, scipy.io, gear_offline as go"
+    run_python("-c", f"{modules}; {shown}").check_returncode()
+    with open_source("mine.parquet" if Path("mine.parquet").is_file() else "OUT") as source:
+        assert source.episodes.lengths.tolist() == [3, 3]
+        assert source.read("rewards", 0, 6).tolist() == columns["rewards"].tolist()

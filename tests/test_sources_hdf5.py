@@ -1,7 +1,6 @@
 """HDF5 files: honest ones give exact bytes, hostile and damaged ones are refused."""
 
 import fcntl
-import pickle
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +10,6 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-import scipy.io
 from h5py import h5d, h5p, h5s, h5t, h5z
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +19,7 @@ from gear_offline.sources import open_source
 from gear_offline.sources.base import Source
 from gear_offline.sources.flags import PAIRS
 from tests.hdf5_files import Columns, assert_same, naive_episodes, table, write
-from tests.support import one_error, refused, run_python
+from tests.support import one_error, refused
 
 STEPS = 40
 
@@ -409,30 +407,3 @@ def test_something_must_end_episodes(tmp_path: Path) -> None:
         refused(path, "SOURCE_LAYOUT", rule=rule)
     with open_source(path, rule="steps=4") as source:
         assert source.episodes.lengths.tolist() == [4, 4, 1]
-
-
-@pytest.mark.parametrize("suffix", [".csv", ".json", ".mat", ".pkl"])
-def test_how_a_file_of_another_kind_comes_in_is_shown_and_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
-) -> None:
-    pandas = pytest.importorskip("pandas")
-    monkeypatch.chdir(tmp_path)
-    columns = {name: np.arange(6.0) for name in ("observations", "actions", "rewards")}
-    columns["timeouts"] = np.arange(6) % 3 == 2
-    path = tmp_path / f"x{suffix}"
-    if suffix == ".mat":
-        scipy.io.savemat(path, columns)
-    elif suffix == ".pkl":
-        path.write_bytes(pickle.dumps(columns))
-    else:
-        frame = pandas.DataFrame(columns)
-        frame.to_csv(path, index=False) if suffix == ".csv" else frame.to_json(path)
-    with one_error("SOURCE_READ", f"{suffix} files are not read") as caught:
-        open_source(path)
-    shown = caught.value.remedy.split("in Python: ")[1]
-    shown = shown.removeprefix("if you trust it, ").partition("; docs/")[0].partition("; of a")[0]
-    modules = "import pickle, pandas, scipy.io, gear_offline as go"
-    run_python("-c", f"{modules}; {shown}").check_returncode()
-    with open_source("mine.parquet" if Path("mine.parquet").is_file() else "OUT") as source:
-        assert source.episodes.lengths.tolist() == [3, 3]
-        assert source.read("rewards", 0, 6).tolist() == columns["rewards"].tolist()
