@@ -208,7 +208,7 @@ def play_in_worker(
             if episodes is None and is_over:
                 return
             newest = list_checkpoints(run / "checkpoints")[-1:]
-            if policy is None or newest != seen:  # a damaged one is told once
+            if policy is None or (newest and newest != seen):  # a damaged one is told once
                 seen = newest
                 trained = find_trained(run, model=model)
                 policy, step = trained.policy(), trained.facts.step or 0
