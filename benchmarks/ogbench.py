@@ -153,6 +153,7 @@ def measure(
     out: Path,
     cache: Path,
     options: list[str],
+    label: str | None,
 ) -> dict[str, Any]:
     """Train and play the models on the sets; write a document after each."""
     rows: list[dict[str, Any]] = []
@@ -171,7 +172,8 @@ def measure(
             folder = out.with_suffix("") / name / model.replace(" ", "").replace(",", "-")
             changes = COMMON | MODELS[model] | place | words
             result = go.sweep("paper", changes, seeds=seeds, out=folder)
-            row = {"set": name, "digest": xxhash.xxh3_128_hexdigest(content), "model": model}
+            row = {"set": name, "digest": xxhash.xxh3_128_hexdigest(content)}
+            row |= {"model": label or model, "options": options}
             rows.append(row | outcome(result.trials))
             write_file(out, json.dumps(document, indent=1).encode())
             print(f"{name}, {model}: {text_of(rows[-1]['success'])}", flush=True)
@@ -217,6 +219,7 @@ if __name__ == "__main__":
     parser.add_argument("sets", nargs="+", metavar="SET", help="pointmaze-medium-navigate ...")
     parser.add_argument("--sdist", type=Path, required=True, help="unpacked sdist of ogbench")
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--label", help="name of a model that options make another one")
     parser.add_argument("--seeds", type=int, nargs="+", default=[8], help="their number, or each")
     parser.add_argument("--cache", type=Path, default=CACHE)
     parser.add_argument("--out", type=Path, default=Path("ogbench.json"))
@@ -231,4 +234,5 @@ if __name__ == "__main__":
         out=chosen.out,
         cache=chosen.cache,
         options=words,
+        label=chosen.label,
     )

@@ -28,13 +28,13 @@ Row = dict[str, Any]
 def join(documents: Sequence[dict[str, Any]]) -> list[Row]:
     """Return a row a set, model and number of steps, with the seeds of all."""
     rows = dict[tuple[Any, ...], Row]()
-    for row in (row for document in documents for row in document["results"]):
+    for document, row in ((document, row) for document in documents for row in document["results"]):
         key = row["set"], row["model"], row["steps"]
         if key not in rows:
-            rows[key] = row | {name: [] for name in JOINED}
+            rows[key] = {"machine": document["machine"]} | row | {name: [] for name in JOINED}
         for name in JOINED:
             rows[key][name] = rows[key][name] + row.get(name, [])
-    order = ["gcbc of OGBench", *MODELS]
+    order = [*dict.fromkeys(["gcbc of OGBench", *MODELS, *(row["model"] for row in rows.values())])]
     return sorted(rows.values(), key=lambda r: (r["set"], order.index(r["model"]), r["steps"]))
 
 
@@ -89,7 +89,6 @@ if __name__ == "__main__":
     chosen = parser.parse_args()
     documents = [json.loads(path.read_text()) for path in chosen.files]
     results = join(documents)
-    document = {key: documents[0].get(key) for key in ("machine", "ogbench")} | {"results": results}
-    write_file(chosen.out.with_suffix(".json"), json.dumps(document).encode())
+    write_file(chosen.out.with_suffix(".json"), json.dumps({"results": results}).encode())
     plots.save_figure(plot(results, chosen.title), chosen.out.with_suffix(".png"))
     print(table(results))
