@@ -172,11 +172,11 @@ def measure(
             folder = out.with_suffix("") / name / model.replace(" ", "").replace(",", "-")
             changes = COMMON | MODELS[model] | place | words
             result = go.sweep("paper", changes, seeds=seeds, out=folder)
-            row = {"set": name, "digest": xxhash.xxh3_128_hexdigest(content)}
+            row: dict[str, Any] = {"set": name, "digest": xxhash.xxh3_128_hexdigest(content)}
             row |= {"model": label or model, "options": options}
             rows.append(row | outcome(result.trials))
             write_file(out, json.dumps(document, indent=1).encode())
-            print(f"{name}, {model}: {text_of(rows[-1]['success'])}", flush=True)
+            print(f"{name}, {label or model}: {text_of(rows[-1]['success'])}", flush=True)
     return document
 
 

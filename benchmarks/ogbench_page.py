@@ -28,10 +28,10 @@ Row = dict[str, Any]
 def join(documents: Sequence[dict[str, Any]]) -> list[Row]:
     """Return a row a set, model and number of steps, with the seeds of all."""
     rows = dict[tuple[Any, ...], Row]()
-    for document, row in ((document, row) for document in documents for row in document["results"]):
+    for row in ({"machine": d.get("machine")} | row for d in documents for row in d["results"]):
         key = row["set"], row["model"], row["steps"]
         if key not in rows:
-            rows[key] = {"machine": document["machine"]} | row | {name: [] for name in JOINED}
+            rows[key] = row | {name: [] for name in JOINED}
         for name in JOINED:
             rows[key][name] = rows[key][name] + row.get(name, [])
     order = [*dict.fromkeys(["gcbc of OGBench", *MODELS, *(row["model"] for row in rows.values())])]

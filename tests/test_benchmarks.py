@@ -213,12 +213,12 @@ def test_seeds_of_a_model_in_several_files_are_one_row() -> None:
     def row(seeds: list[int], shares: list[float]) -> dict[str, Any]:
         tasks = [[share, 0.0] for share in shares]
         of_each = {"seeds": seeds, "success": shares, "tasks": tasks, "loss": [0.5] * len(seeds)}
-        return {"set": "maze", "model": "gcbc", "steps": 1000, "curve": [], **of_each}
+        return {"set": "maze", "model": "own", "steps": 1000, "curve": [], **of_each}
 
     documents = [{"results": [row([0, 1], [0.1, 0.2])]}, {"results": [row([2, 3], [0.3, 0.6])]}]
     (joined,) = rows = ogbench_page.join(documents)
     assert joined["seeds"] == [0, 1, 2, 3]
     half = stats.t.ppf(0.975, 3) * np.std([10, 20, 30, 60], ddof=1) / 2
-    line = f"| maze | gcbc | 1,000 | 4 | 30.0 ± {half:.1f} | 30 | 0 | 0.5000 ± 0.0000 |"
+    line = f"| maze | own | 1,000 | 4 | 30.0 ± {half:.1f} | 30 | 0 | 0.5000 ± 0.0000 |"
     assert ogbench_page.table(rows).splitlines()[-1] == line
     assert len(ogbench_page.plot(rows, "title").axes) == 1
