@@ -73,6 +73,22 @@ def test_what_cannot_be_made_is_one_clear_error(monkeypatch: Patch) -> None:
     assert "long advice" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["NormalizeObservation", "NormalizeReward"])
+def test_an_environment_is_the_same_in_each_episode(name: str) -> None:
+    raw: Any = getattr(gymnasium.wrappers, name)(gymnasium.make("Pendulum-v1"))
+
+    def played() -> list[float]:  # by Gymnasium alone
+        raw.reset(seed=0)
+        seen, paid, *_ = raw.step(np.ones(1, np.float32))
+        return [*seen, paid]
+
+    assert played() != played(), "its scale goes on changing"
+    with one_error("ENVIRONMENT", f"{name} goes on learning its scale.*update_running_mean"):
+        describe(gymnasium.wrappers.TimeLimit(raw, 9), "Mine-v0")
+    raw.update_running_mean = False
+    assert played() == played() and describe(raw, "Mine-v0").state_size == 3
+
+
 def test_other_processes_learn_what_this_one_knows(monkeypatch: Patch) -> None:
     monkeypatch.setattr("gear_offline.core.parts._admitted", {})  # by tests before
     spec = EnvSpec("GearKnown-v0", "gymnasium.envs.classic_control:CartPoleEnv", kwargs={})

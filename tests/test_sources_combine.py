@@ -224,6 +224,10 @@ def test_a_folder_with_a_file_that_does_not_fit(tmp_path: Path) -> None:
     assert found[0] == "SOURCE_LAYOUT" and "a.h5" in found[1] and "b.h5" in found[1]
     (tmp_path / "b.h5").write_bytes(b"nothing")
     assert code(convert, tmp_path, tmp_path / "out" / "d")[0] == "SOURCE_READ"
+    (tmp_path / "b.h5").unlink()
+    (tmp_path / "b.h5").symlink_to("was_removed.h5")
+    found = code(convert, tmp_path, tmp_path / "out" / "d")
+    assert found[0] == "SOURCE_READ" and "b.h5" in found[1]
     np.savez(tmp_path / "c.npz", **flagged(4, 0))
     said = code(convert, tmp_path, tmp_path / "out" / "d")
     assert said[0] == "SOURCE_READ" and "2 like a.h5 and 1 like c.npz" in said[1]

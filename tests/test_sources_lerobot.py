@@ -235,6 +235,9 @@ def test_damaged_and_foreign_folders_are_refused_in_one_line(
         (folder / "meta" / "info.json").write_text(json.dumps({**info, **change}))
         refused(folder, "SOURCE_", words, names=names)
     (folder / "meta" / "info.json").write_text(text)
+    rewrite(folder, lambda table: table.take(np.arange(table.num_rows)[::-1]))  # time backwards
+    refused(folder, "SOURCE_LAYOUT", "do not follow each other")
+    rewrite(folder, lambda table: table.take(np.arange(table.num_rows)[::-1]))
     monkeypatch.setitem(sys.modules, "av", None)
     refused(folder, "PACKAGE_MISSING", "gear-offline[lerobot]", names={"observations": FRONT})
     if folder.name == "v3.0":

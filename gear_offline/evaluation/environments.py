@@ -411,8 +411,14 @@ def describe(
             problem = f"actions {acted} do not start at 0"
     elif not isinstance(acted, gymnasium.spaces.Box) or acted.dtype.kind != "f":
         problem = f"actions {acted} are neither Discrete nor a Box of floats"
+    remedy, wrapper = "wrap the environment in one with such spaces", environment
+    while not problem and isinstance(wrapper, gymnasium.Wrapper):
+        if getattr(wrapper, "update_running_mean", False):  # episodes would change later ones
+            problem = f"{type(wrapper).__name__} goes on learning its scale while it is played"
+            remedy = "leave it out, as environment_options={} does of what data say, or fix its "
+            remedy += "scale: update_running_mean = False"
+        wrapper = wrapper.env
     if problem:
-        remedy = "wrap the environment in one with such spaces"
         raise InputError("ENVIRONMENT", problem, where=environment_id, remedy=remedy)
     none, observed = np.zeros(0), np.dtype(kinds if kinds[0][0] else kinds[0][1:])
     return EnvironmentFacts(

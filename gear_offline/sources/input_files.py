@@ -56,8 +56,11 @@ def by_number(path: Path | str) -> list[tuple[int, int, str]]:
 
 
 def files_in(folder: Path, suffixes: Sequence[str]) -> list[Path]:
-    """Return the files of some suffixes right in a folder, ``part_2`` before ``part_10``."""
-    files = (p for p in folder.iterdir() if p.suffix.lower() in suffixes and p.is_file())
+    """Return the files of some suffixes right in a folder, ``part_2`` before ``part_10``.
+
+    A link that leads nowhere is one too: opening it is an error, leaving it out would lose rows.
+    """
+    files = (p for p in folder.iterdir() if p.suffix.lower() in suffixes and not p.is_dir())
     return sorted((p for p in files if not p.name.startswith(".")), key=by_number)
 
 

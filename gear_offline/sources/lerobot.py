@@ -14,7 +14,7 @@ import json
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,19 +123,24 @@ class _Folder:
         for file in map(ParquetFile, files):
             self.parts += [DataFile(file, self.steps)] if file.rows else []
             self.steps += file.rows
-        firsts, numbers = runs(
-            (first + row, step_rows(values, "episode_index", file.file.path))
-            for file, first in self.parts
-            for row, values in file.batches("episode_index")
-        )
+        firsts, numbers = runs(self._blocks("episode_index"))
         self.episodes: list[int] = numbers.tolist()
         self.bounds: list[int] = [*firsts.tolist(), self.steps]
         episodes = len(set(self.episodes))
         if not self.steps or counts != (self.steps, episodes):
             here = f"{count_text(self.steps, 'step')} of {count_text(episodes, 'episode')}"
             raise misfit(f"{here} are here, info.json says {counts[0]:,} of {counts[1]:,}", path)
-        if episodes < len(self.episodes):
+        known = self.parts[0].file.schema.names
+        rows, frames = runs(self._blocks("frame_index") if "frame_index" in known else ())
+        falls = np.setdiff1d(rows[1:][frames[1:] < frames[:-1]], firsts)  # inside episodes
+        if episodes < len(self.episodes) or falls.size:
             raise misfit("the steps of an episode do not follow each other", path)
+
+    def _blocks(self, name: str) -> Iterator[tuple[int, Array]]:
+        """Yield a column of one number a step in blocks, with their first steps of all."""
+        for file, first in self.parts:
+            for row, values in file.batches(name):
+                yield first + row, step_rows(values, name, file.file.path)
 
     def _place(self, of: str, values: Mapping[str, int | str] | None) -> str:
         """Return a path below the dataset by a template of info.json; a pattern without values."""
