@@ -153,7 +153,7 @@ def act(
         return ActReport()
     returns, steps, _, pieces = zip(*played, strict=True)
     if waiting := sum(piece.exists() for piece in pieces):
-        what = f"{waiting:,} of {count_text(len(played), 'episode')} are not admitted yet"
+        what = f"{waiting:,} of {count_text(len(played), 'episode')} not admitted yet"
         when = "the run does so at its next look"
         if list_checkpoints(path / "checkpoints")[-1][0] >= recipe.train.steps:
             when = f"the run has ended; the next one on {recipe.data.path} does so"
