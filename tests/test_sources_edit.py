@@ -152,6 +152,23 @@ def test_returns_that_are_nan_are_told(tmp_path: Path, function: Any) -> None:
         assert "return is NaN in 1 episode: no > or < of where keeps it" in warnings
 
 
+def test_warnings_from_before_a_choice_say_so(tmp_path: Path) -> None:
+    """Of a source and of shards; where every episode is kept, they still hold."""
+    data, lengths = {"observations": np.arange(52)}, [9, 9, 9, 9, 9, 3, 4]
+    data |= {"actions": np.arange(52), "rewards": np.ones(52)}
+    data["terminals"] = np.isin(np.arange(52), np.cumsum(lengths) - 1)
+    convert(from_arrays(data), tmp_path / "all", quiet=True)
+    for number, source in enumerate((from_arrays(data), tmp_path / "all")):
+        for where, picked in (("length < 9", True), ("length > 0", False)):
+            out = tmp_path / f"{number}{picked}"
+            said = convert(source, out, where=where, quiet=True).source.warnings
+            assert any(text.startswith("5 episodes of the greatest length (9)") for text in said)
+            assert any("before some were picked" in text for text in said) == picked
+        convert(tmp_path / f"{number}True", tmp_path / f"{number}", quiet=True)
+        said = open_dataset(tmp_path / f"{number}").manifest.source.warnings
+        assert any("before some were picked" in text for text in said)
+
+
 def test_a_column_of_an_episode_may_be_nothing_but_nan(tmp_path: Path) -> None:
     episodes = episodes_of([4, 4, 4])
     for episode, score in zip(episodes, (np.nan, 1.0, 2.0), strict=True):
