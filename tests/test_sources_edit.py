@@ -154,11 +154,12 @@ def test_returns_that_are_nan_are_told(tmp_path: Path, function: Any) -> None:
 
 def test_warnings_from_before_a_choice_say_so(tmp_path: Path) -> None:
     """Of a source and of shards; where every episode is kept, they still hold."""
-    data, lengths = {"observations": np.arange(52)}, [9, 9, 9, 9, 9, 3, 4]
-    data |= {"actions": np.arange(52), "rewards": np.ones(52)}
-    data["terminals"] = np.isin(np.arange(52), np.cumsum(lengths) - 1)
+    rows, lengths = np.arange(52), [9, 9, 9, 9, 9, 3, 4]
+    data: dict[str, Any] = dict.fromkeys(("observations", "actions", "rewards"), rows)
+    data["terminals"] = np.isin(rows, np.cumsum(lengths) - 1)
     convert(from_arrays(data), tmp_path / "all", quiet=True)
-    for number, source in enumerate((from_arrays(data), tmp_path / "all")):
+    sources: tuple[Any, ...] = (from_arrays(data), tmp_path / "all")
+    for number, source in enumerate(sources):
         for where, picked in (("length < 9", True), ("length > 0", False)):
             out = tmp_path / f"{number}{picked}"
             said = convert(source, out, where=where, quiet=True).source.warnings
