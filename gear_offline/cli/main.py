@@ -129,7 +129,7 @@ def convert(
     from gear_offline.evaluation.environments import unregistered
 
     if environment is not None and (problem := unregistered(environment)):
-        say(f"warning: {problem}", quiet=quiet)
+        say(f"warning: {problem}")
     show(out)
 
 

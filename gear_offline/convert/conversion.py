@@ -168,7 +168,7 @@ def convert(
         Gymnasium id, what `gymnasium.make` takes besides, and D4RL name of the reference scores,
         when the source does not say them.
     quiet
-        Show no progress, no summary, no warnings.
+        Show no progress, no summary, and no warnings: they stay in the manifest, for `inspect`.
 
     Returns
     -------
