@@ -67,7 +67,7 @@ def export_hdf5(
     overwrite
         Replace a file that exists.
     quiet
-        Show no progress, no warning.
+        Show no progress.
 
     Returns
     -------
@@ -126,7 +126,7 @@ def export_hdf5(
         writer.describe(attributes)
     if inside:
         note = f"terminals marks {count_text(inside, 'step')} inside episodes"
-        say(f"warning: {note}: a reader that splits there finds other episodes", quiet=quiet)
+        say(f"warning: {note}: a reader that splits there finds other episodes")
     return path
 
 

@@ -79,10 +79,15 @@ PLAY = {"targets": [-200.0, -900.0], "episodes": 2, "environments": 2, "seed": 3
 
 
 def write_run(
-    folder: Path, *, steps: Sequence[int] = (10, 20), environment: str = "Pendulum-v1"
+    folder: Path,
+    *,
+    steps: Sequence[int] = (10, 20),
+    environment: str = "Pendulum-v1",
+    options: dict[str, Any] | None = None,
 ) -> Path:
     """A run directory as training leaves it, with different weights at each checkpoint."""
-    recipe = Recipe.parse(RUN | {"evaluate": PLAY | {"environment": environment}})
+    played = {"environment": environment, "environment_options": options}
+    recipe = Recipe.parse(RUN | {"evaluate": PLAY | played})
     plain: Any = {"state_mean": (0.0,) * 3, "state_std": (1.0,) * 3}
     window = Window(context_length=4, returns_scale=50.0, **plain)
     for step in steps:

@@ -32,7 +32,14 @@ from gear_offline.workers import WorkerPool
 from tests.gpu_support import ON_GPU
 from tests.support import Captured, Patch
 from tests.test_resume import interrupted_in
-from tests.training_support import ENVIRONMENT, FakePool, learnt, register_importable, tiny_recipe
+from tests.training_support import (
+    ENVIRONMENT,
+    FakePool,
+    learnt,
+    register_importable,
+    tiny_data,
+    tiny_recipe,
+)
 
 CPU = torch.device("cpu")
 
@@ -311,3 +318,16 @@ def test_when_evaluations_run_in_the_background(data: Path, monkeypatch: Patch) 
     gymnasium.registry.pop(ENVIRONMENT)
     gymnasium.register(ENVIRONMENT, lambda **_: None)  # type: ignore[arg-type]
     assert planned(CPU, "evaluate.background=on")[0] == 0, "known to this process only"
+
+
+@pytest.mark.parametrize(("kind", "told"), [("decision_transformer", 1), ("mlp", 0)])
+def test_episodes_beyond_the_timesteps_are_told_once(
+    tmp_path: Path, capfd: Captured, kind: str, told: int
+) -> None:
+    """Those of the environment have 6 steps; a perceptron sees no timesteps."""
+    data, out = tiny_data(tmp_path / "data", [4, 1, 3]), tmp_path / "run"
+    options = f"model.kind={kind}", "model.max_timestep=4", "evaluate.background=off"
+    train_run(tiny_recipe(data, *options), out=out)
+    assert capfd.readouterr().err.count("4 of 4 episodes outlasted model.max_timestep") == told
+    train_run(tiny_recipe(data, *options, "train.steps=25"), out=out, resume=True)
+    assert "outlasted" not in capfd.readouterr().err

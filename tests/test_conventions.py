@@ -435,6 +435,14 @@ def test_flags_inside_episodes_that_marks_tell_are_said(tmp_path: Path) -> None:
     for rule, count in (("steps=5", inside), ("none", TERMINAL[:-1].sum())):
         warnings = converted(path, tmp_path / rule, rule=rule).manifest.source.warnings
         assert any(text.startswith(f"terminals is true at {count} step") for text in warnings)
+    path = npz(tmp_path, STEPS | {"terminals": TERMINAL, "timeouts": LIMIT})
+    for rule, flag, passed in (
+        ("timeouts", "terminals", TERMINAL & ~LIMIT),
+        ("terminals", "timeouts", LIMIT & ~TERMINAL),
+    ):
+        warnings = converted(path, tmp_path / flag, rule=rule).manifest.source.warnings
+        steps = np.count_nonzero(passed[:-1])
+        assert any(text.startswith(f"{flag} is true at {steps} step") for text in warnings)
 
 
 @pytest.mark.parametrize("writer", [hdf5, npz, *APART])

@@ -377,3 +377,18 @@ def test_normalized_score() -> None:
         normalized_score(1.0, "no-such-thing")
     with pytest.raises(InputError, match="give the return first"):
         normalized_score("hopper-medium-v2", 3234.3)  # type: ignore[arg-type]
+
+
+def test_what_changes_a_result_is_told_however_quiet(tmp_path: Path, capfd: Captured) -> None:
+    run = write_run(tmp_path / "tiny-s0", environment="Pendulum", options={"g": 9.0})
+    how: dict[str, Any] = {"max_episode_steps": 301}  # one more than the model has timesteps
+    evaluate(run, episodes=1, environment_options=how, quiet=True)
+    assert capfd.readouterr().err.splitlines() == [
+        "environment_options take the place of the data's, g=9.0 among them",
+        "Pendulum names no version: the newest one here is taken, Pendulum-v1",
+        "2 of 2 episodes outlasted model.max_timestep: the model was shown each step after 300 as "
+        "that one",
+    ]
+    how = {"max_episode_steps": 300, "g": 9.0}
+    evaluate(run, episodes=1, environment="Pendulum-v1", environment_options=how, quiet=True)
+    assert capfd.readouterr().err == ""

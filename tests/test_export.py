@@ -80,7 +80,7 @@ def test_timeouts_inside_episodes_go_and_terminals_stay(tmp_path: Path, capsys: 
     columns["timeouts"][:] = [False, True, True, False, False, True]
     columns["terminals"][:] = [True, False, True, False, False, False]
     source = ArraySource(columns, [3, 3], terminated=[True, False])
-    path = export_hdf5(source, tmp_path / "x.hdf5")
+    path = export_hdf5(source, tmp_path / "x.hdf5", quiet=True)  # nothing else tells it
     assert "terminals marks 1 step inside episodes" in capsys.readouterr().err
     with h5py.File(path) as file:
         assert file["timeouts"][()].tolist() == [False, False, True, False, False, True]

@@ -196,7 +196,12 @@ def test_faults_of_columns(tmp_path: Path) -> None:
     found = checks(make(tmp_path / "data", data, allow_nonfinite=True))
     assert set(found) == {"constant", "clipped", "nonfinite"}
     assert found["constant"].places == ((1,),)
-    assert found["nonfinite"].count == 1
+    assert found["nonfinite"].what == "1 value of observations is NaN or infinite"
+    assert found["constant"].what == "1 element of observations never changes"
+    data["observations"][:, 2], data["observations"][101, 3] = 7.0, np.inf
+    found = checks(make(tmp_path / "two", data, allow_nonfinite=True))
+    assert found["nonfinite"].what == "2 values of observations are NaN or infinite"
+    assert found["constant"].what == "2 elements of observations never change"
 
 
 def test_an_outlier_and_its_place(tmp_path: Path) -> None:

@@ -157,6 +157,24 @@ def test_strata_take_turns() -> None:
     assert p_value(np.bincount(stratum[:, 0], minlength=4), np.full(4, 125.0)) > 1e-4
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "kept"),
+    [
+        ("top_k", {"k": 2}, {1, 2}),
+        ("top_percent", {"percent": 50, "of": "episodes"}, {1, 2, 4, 5}),
+        ("top_percent", {"percent": 40}, {1, 2, 4}),  # 9 of 24 steps
+        ("heap", {}, {1}),
+        ("heap", {"of": "min"}, {0}),
+    ],
+)
+def test_of_equal_returns_the_earlier_are_taken(
+    name: str, options: dict[str, Any], kept: set[int]
+) -> None:
+    data = facts([3] * 8, returns=[0, 1, 1, 0, 1, 1, 0, 1])
+    drawn = make_sampler(name, data, **options).sample(1, 0, 50, 7)
+    assert {*drawn.episodes.ravel().tolist()} == kept
+
+
 @settings(max_examples=60)
 @given(table=TABLES, data=st.data(), episodes=st.booleans(), seed=st.integers(0, 2**64 - 1))
 def test_a_column_weighs_steps_or_episodes(

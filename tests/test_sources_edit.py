@@ -114,6 +114,30 @@ def test_edits_of_a_command_are_recorded(tmp_path: Path) -> None:
     assert manifest.source.attributes["edits"] == [*edits, "where length > 8: 1 of 7 episodes"]
 
 
+@pytest.mark.parametrize(
+    ("columns", "new", "kept"),
+    [
+        (["observations"], "rewards", {"observations", "rewards"}),  # which are always kept
+        (["observations", "rewards"], "rewards", {"observations", "rewards"}),
+        (["observations", "stage"], "stage", {"observations", "rewards", "stage"}),
+        (["observations", "level"], "stage", {"observations", "rewards", "stage"}),
+    ],
+)
+def test_a_renamed_column_is_kept_by_either_name(
+    tmp_path: Path, columns: list[str], new: str, kept: set[str]
+) -> None:
+    episodes, file = episodes_of([3, 4]), tmp_path / "x.hdf5"
+    write(file, {name: np.concatenate([e[name] for e in episodes]) for name in episodes[0]})
+    go.convert(file, tmp_path / "shards", quiet=True)
+    for number, source in enumerate((file, tmp_path / "shards")):
+        out = tmp_path / str(number)
+        convert(source, out, columns=columns, rename={"level": new}, quiet=True)
+        dataset = open_dataset(out)
+        assert {column.name for column in dataset.spec} == kept
+        levels = np.concatenate([episode["level"] for episode in episodes])
+        np.testing.assert_array_equal(dataset.column(new), levels)
+
+
 @pytest.mark.parametrize("function", [None, lambda episode: {"rewards": episode["rewards"] + 1}])
 def test_returns_that_are_nan_are_told(tmp_path: Path, function: Any) -> None:
     """A comparison with NaN is false: the episode goes whichever way one asks."""
@@ -126,6 +150,24 @@ def test_returns_that_are_nan_are_told(tmp_path: Path, function: Any) -> None:
         assert manifest.spec.episodes == 2
         warnings = manifest.source.warnings
         assert "return is NaN in 1 episode: no > or < of where keeps it" in warnings
+
+
+def test_warnings_from_before_a_choice_say_so(tmp_path: Path) -> None:
+    """Of a source and of shards; where every episode is kept, they still hold."""
+    rows, lengths = np.arange(52), [9, 9, 9, 9, 9, 3, 4]
+    data: dict[str, Any] = dict.fromkeys(("observations", "actions", "rewards"), rows)
+    data["terminals"] = np.isin(rows, np.cumsum(lengths) - 1)
+    convert(from_arrays(data), tmp_path / "all", quiet=True)
+    sources: tuple[Any, ...] = (from_arrays(data), tmp_path / "all")
+    for number, source in enumerate(sources):
+        for where, picked in (("length < 9", True), ("length > 0", False)):
+            out = tmp_path / f"{number}{picked}"
+            said = convert(source, out, where=where, quiet=True).source.warnings
+            assert any(text.startswith("5 episodes of the greatest length (9)") for text in said)
+            assert any("before some were picked" in text for text in said) == picked
+        convert(tmp_path / f"{number}True", tmp_path / f"{number}", quiet=True)
+        said = open_dataset(tmp_path / f"{number}").manifest.source.warnings
+        assert any("before some were picked" in text for text in said)
 
 
 def test_a_column_of_an_episode_may_be_nothing_but_nan(tmp_path: Path) -> None:
@@ -222,6 +264,8 @@ def written(episode: Columns) -> Columns:
         ({"map": relabelled, "workers": 2}, "USAGE", "workers=2 cannot be"),
         ({"rename": {"levle": "stage"}}, "COLUMN", "no 'levle' to take as 'stage'"),
         ({"rename": {"level": "a", "actions": "a"}}, "USAGE", "gives a name twice"),
+        ({"columns": ["a=level"], "rename": {"actions": "a"}}, "USAGE", "gives a name twice"),
+        ({"columns": ["a=level", "a"]}, "USAGE", "gives a name twice"),
     ],
 )
 def test_edits_that_cannot_be_made_are_one_error(

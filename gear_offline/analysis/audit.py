@@ -6,6 +6,7 @@ Shape legend: N steps, E episodes, T steps of an episode, S elements of an obser
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -137,7 +138,7 @@ def audit(
             columns = [name for name in COMPARED if name in other.spec]
             digests = {d for run in other.iter_runs(columns=columns) for d in _digests(other, *run)}
             both = [e for e, digest in enumerate(steps.digests) if digest in digests]
-            shared += _found("shared", both, f"of {len(data):,} are in {other.path} too")
+            shared += _found("shared", both, f"of {len(data):,} are|is in {other.path} too")
             progress.advance(len(other))
     return Audit(
         path=str(data.path),
@@ -199,27 +200,33 @@ class _Steps:
                 self._outliers[name].setdefault(element, (int(numbers[row]), int(steps[row])))
 
     def findings(self) -> Iterator[Finding]:
-        what = "inside episodes go farther than the data's own steps: an episode boundary may be "
+        what = (
+            "inside episodes go|goes farther than the data's own steps: an episode boundary may be "
+        )
         yield from _found("boundary", self._jumps, what + "missing before")
-        what = "show another observation than next_observations of the step before"
+        what = "show|shows another observation than next_observations of the step before"
         yield from _found("boundary", self._unlike, what)
         shares = np.atleast_1d(self._clipped) / self._data.spec.steps
-        what = f"of actions lie on their extreme in up to {shares.max():.0%} of the steps"
+        what = f"of actions lie|lies on an extreme in up to {shares.max():.0%} of the steps"
         yield from _found("clipped", np.flatnonzero(shares > CLIPPED_SHARE), what)
         for name, first in self._outliers.items():
-            what = f"of {name} reach more than {OUTLIER:g} standard deviations from their mean"
+            what = (
+                f"of {name} reach|reaches more than {OUTLIER:g} standard deviations from the mean"
+            )
             yield from _found("outlier", first.values(), what)
         times = Counter(self.digests)
         several = [e for e, digest in enumerate(self.digests) if times[digest] > 1]
-        yield from _found("repeated", several, "are in the dataset more than once")
+        yield from _found("repeated", several, "are|is in the dataset more than once")
 
 
 def _columns(data: Dataset) -> Iterator[Finding]:
     for name, facts in data.statistics.items():
-        yield from _found("nonfinite", (), f"of {name} are NaN or infinite", count=facts.nonfinite)
+        yield from _found(
+            "nonfinite", (), f"of {name} are|is NaN or infinite", count=facts.nonfinite
+        )
         if name in COMPARED:
             constant = np.flatnonzero(facts.std.reshape(-1) == 0)
-            yield from _found("constant", constant, f"of {name} never change")
+            yield from _found("constant", constant, f"of {name} never change|changes")
 
 
 def _endings(data: Dataset) -> Iterator[Finding]:
@@ -252,7 +259,7 @@ def _bounds(data: Dataset) -> Iterator[Finding]:
         return
     beyond = np.flatnonzero((low < least - 1e-6) | (high > most + 1e-6))
     if beyond.size:
-        what = f"of actions reach {low[beyond].min():.4g} to {high[beyond].max():.4g}; "
+        what = f"of actions reach|reaches {low[beyond].min():.4g} to {high[beyond].max():.4g}; "
         what += f"{data.environment_id} takes {least.min():g} to {most.max():g}"
         yield from _found("bounds", beyond, what)
 
@@ -260,10 +267,14 @@ def _bounds(data: Dataset) -> Iterator[Finding]:
 def _found(
     check: str, places: Iterable[Any], what: str, *, count: int | None = None
 ) -> Iterator[Finding]:
-    """Yield a finding for `places` (numbers or tuples) or a `count`, if there are any."""
+    """Yield a finding for `places` (numbers or tuples) or a `count`, if there are any.
+
+    Of the first verb ``PLURAL|SINGULAR`` in `what` the one that the count takes stays.
+    """
     every = [place if isinstance(place, tuple) else (int(place),) for place in places]
     if count := len(every) if count is None else count:
         (noun, remedy), first = CHECKS[check], tuple(every[:EXAMPLES])
+        what = re.sub(r"(\w+)\|(\w+)", r"\2" if count == 1 else r"\1", what, count=1)
         what = f"{count_text(count, noun)} {what}"
         yield Finding(check=check, what=what, remedy=remedy, count=count, places=first)
 

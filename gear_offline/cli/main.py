@@ -45,7 +45,7 @@ from gear_offline.cli.values import (
     parse_range,
     show,
 )
-from gear_offline.core.text import typed
+from gear_offline.core.text import count_text, typed
 from gear_offline.distributed import is_first_process
 from gear_offline.errors import GearError, InputError
 
@@ -129,7 +129,7 @@ def convert(
     from gear_offline.evaluation.environments import unregistered
 
     if environment is not None and (problem := unregistered(environment)):
-        say(f"warning: {problem}", quiet=quiet)
+        say(f"warning: {problem}")
     show(out)
 
 
@@ -355,7 +355,8 @@ def act(
     if not (run / "recipe.yaml").is_file():  # before torch is loaded
         raise no_run(run)
     report = go.act(**asked)
-    line = f"{report.episodes:,} episodes of {report.steps:,} steps appended"
+    counts = f"{count_text(report.episodes, 'episode')} of {count_text(report.steps, 'step')}"
+    line = f"{counts} appended"
     if report.mean_return is not None:
         line += f", mean return {report.mean_return:,.1f}"
     show(report.to_json(), as_json, lambda: print(line))

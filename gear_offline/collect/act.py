@@ -83,7 +83,7 @@ def act(
     seed
         Seed of resets and noise; default another one each time.
     quiet
-        Say nothing.
+        No progress; what tells that a result is of something else is said.
     model
         As of `gear_offline.load_policy`.
 
@@ -115,12 +115,12 @@ def act(
     if name == recipe.evaluate.environment:
         known_options = recipe.evaluate.environment_options or {}
         how = known_options if environment_options is None else how
-        say_left_out(how, known_options, quiet=quiet)
+        say_left_out(how, known_options)
     probe(name, how)
     if (known := known_of(name, how)) is None:
         what, remedy = "only this process knows the environment", "register it with an entry point"
         raise InputError("ENVIRONMENT", what, name, remedy)
-    say_version(name, quiet=quiet)
+    say_version(name)
     if target is None:
         target = float(max(targets or ()))
     if action_noise is None:
@@ -153,7 +153,7 @@ def act(
         return ActReport()
     returns, steps, _, pieces = zip(*played, strict=True)
     if waiting := sum(piece.exists() for piece in pieces):
-        what = f"{waiting:,} of {count_text(len(played), 'episode')} are not admitted yet"
+        what = f"{waiting:,} of {count_text(len(played), 'episode')} not admitted yet"
         when = "the run does so at its next look"
         if list_checkpoints(path / "checkpoints")[-1][0] >= recipe.train.steps:
             when = f"the run has ended; the next one on {recipe.data.path} does so"

@@ -200,8 +200,7 @@ def collect(
     if report.steps < steps:  # only rollouts of a training come to an end
         say(
             f"warning: {count_text(report.steps, 'step')} in place of {steps:,}: training "
-            "had no more rollouts; let it train longer (--train-steps), or take another quality",
-            quiet=quiet,
+            "had no more rollouts; let it train longer (--train-steps), or take another quality"
         )
     for maker in report.makers:
         counts = f"{count_text(maker.episodes, 'episode')}, {count_text(maker.steps, 'step')}"

@@ -149,7 +149,8 @@ def convert(
         Columns of whole numbers in a float dtype that are stored as int32: ``["actions"]`` makes
         numbers of actions discrete actions.
     rename
-        New name of columns, or of groups, by the old one; all others stay.
+        New name of columns, or of groups, by the old one; all others stay.  `columns` may have
+        either name.
     map
         Function that gets an episode, column name to (T, *shape), and returns columns in place of
         those of their names, or more, T rows each and the same dtype and shape in every episode.
@@ -167,7 +168,7 @@ def convert(
         Gymnasium id, what `gymnasium.make` takes besides, and D4RL name of the reference scores,
         when the source does not say them.
     quiet
-        Show no progress, no summary, no warnings.
+        Show no progress, no summary, and no warnings: they stay in the manifest, for `inspect`.
 
     Returns
     -------
@@ -453,12 +454,15 @@ def _split_names(
     pairs = [(new, old) for old, new in rename.items()]
     pairs += [(new, old) for new, equals, old in parted if equals]
     names = {new.strip(): old.strip() for new, old in pairs}
-    pairs += [(name, name) for name, equals, _ in parted if not equals and name.strip() in names]
+    own = {new.strip() for new, equals, _ in parted if equals}
+    pairs += [(name, name) for name, equals, _ in parted if not equals and name.strip() in own]
     parts = [part.strip() for text in (*names, *names.values()) for part in text.split("+")]
     if (columns is not None and not columns) or len(names) < len(pairs) or not all(parts):
         what = f"{', '.join(columns or map('='.join, pairs))} gives a name twice, or none"
         raise InputError("USAGE", what, remedy="write it like observations=obs,actions=act")
-    return None if columns is None else [name.strip() for name, _, _ in parted], names
+    kept = [name.strip() for name, _, _ in parted]
+    kept = [name if name in names else rename.get(name, name) for name in kept]
+    return None if columns is None else kept, names
 
 
 def _edited(

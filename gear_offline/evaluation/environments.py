@@ -499,7 +499,7 @@ def versioned_id(name: str) -> str:
     return name if newest is None else f"{module}{colon}{get_env_id(space, bare, newest)}"
 
 
-def say_version(name: str, *, quiet: bool) -> None:
+def say_version(name: str, *, quiet: bool = False) -> None:
     """Say the version that is taken of an environment named without one."""
     if (taken := versioned_id(name)) != name:
         shown = taken.rpartition(":")[2]

@@ -29,7 +29,7 @@ from gear_offline.dataset.scores import ReferenceScores, known_scores, reference
 from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.environments import EnvironmentFacts, Known, Options, known_of, weigh
 from gear_offline.evaluation.rollout import ActingPolicy, Environments, play_together, turns
-from gear_offline.models.base import ModelSizes, ModelTask
+from gear_offline.models.base import ModelSizes, ModelTask, SequenceModel
 from gear_offline.models.encoders import InputColumn
 from gear_offline.models.policy import Policy
 from gear_offline.progress import Progress
@@ -335,6 +335,17 @@ def _report(results: Mapping[str, TaskResult], *, seconds: float, **facts: Any) 
         normalized_score=sum(scored) / len(scored) if len(scored) == len(scores) else None,
         **facts,
     )
+
+
+def beyond_table(report: EvaluationReport, model: SequenceModel) -> str:
+    """Return a warning of episodes longer than the model's timesteps; empty if there are none."""
+    most = model.facts.max_timestep
+    lengths = [n for task in report.tasks for target in task.targets for n in target.lengths]
+    longer = sum(n > most for n in lengths)
+    if not longer or model.part[0] == "mlp":  # which sees no timesteps
+        return ""
+    what = f"{longer:,} of {count_text(len(lengths), 'episode')} outlasted model.max_timestep"
+    return f"{what}: the model was shown each step after {most:,} as that one"
 
 
 def resolve_reference(

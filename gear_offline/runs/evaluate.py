@@ -20,6 +20,7 @@ from gear_offline.evaluation.environments import say_left_out, say_version
 from gear_offline.evaluation.play import (
     EvaluationTask,
     asked_returns,
+    beyond_table,
     play_sets,
     play_tasks,
     tasks_of,
@@ -84,7 +85,7 @@ def evaluate(
         played there at once.  All nodes see this directory and `run`.  Of several sets the last
         bits may differ from those of one machine, where others act together.
     quiet
-        No progress, no messages.
+        No progress, no messages; what tells that a result is of something else is said.
     model
         As of `gear_offline.load_policy`.
 
@@ -107,11 +108,11 @@ def evaluate(
     how = None if environment_options is None else json_options(environment_options)
     tasks = _chosen_tasks(trained, environment, how, targets)
     if environment in (None, trained.recipe.evaluate.environment):
-        say_left_out(how, trained.recipe.evaluate.environment_options, quiet=quiet)
+        say_left_out(how, trained.recipe.evaluate.environment_options)
     for index, task in enumerate(tasks):
         count = (task.episodes or EPISODES) if episodes is None else episodes
         tasks[index] = replace(task, episodes=count, seed=task.seed if seed is None else seed)
-        say_version(task.environment, quiet=quiet)
+        say_version(task.environment)
     if out is not None:  # after what may be typed wrong
         out = given_path(out, "OUTPUT_WRITE", where="out")
         check_new_file(out)
@@ -125,6 +126,8 @@ def evaluate(
     else:
         with RayPool(ray) as pool:
             report = play_sets(pool, run, trained, tasks, device, quiet=quiet)
+    if longer := beyond_table(report, trained.model):
+        say(longer)
     home = trained.run
     try:
         if video is not None:

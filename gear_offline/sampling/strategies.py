@@ -109,7 +109,10 @@ def top_percent(
     of: Unit = "steps",
     unit: Unit = "steps",
 ) -> Float64Array:
-    """The best episodes only: as many as make up at most so many percent, at least one."""
+    """The best episodes only: as many as make up at most so many percent, at least one.
+
+    Of equal returns the earlier episodes are taken.
+    """
     index, order = facts.episodes, best_first(finite_returns(facts))
     share = Fraction(str(percent)) / 100  # exactly the decimal that was written
     kept = math.floor(share * index.episodes)
@@ -121,7 +124,10 @@ def top_percent(
 
 @strategy("top_k")
 def top_k(facts: Facts, k: Positive, unit: Unit = "steps") -> Float64Array:
-    """The k episodes of highest return only; all of them where there are no more than k."""
+    """The k episodes of highest return only; all of them where there are no more than k.
+
+    Of equal returns the earlier episodes are taken.
+    """
     best = best_first(finite_returns(facts))[:k]
     return by_unit(facts, among(facts.episodes, best), unit)
 

@@ -57,7 +57,10 @@ def pick_episodes(source: Source, which: npt.ArrayLike) -> Source:
     pieces = [Piece(read=source.read, first=a, steps=b - a) for a, b in bounds]
     picked = f"{chosen.size:,} of {count_text(source.episodes.episodes, 'episode')}"
     info = replace(source.info.with_facts(picked=picked), edges=())  # another row may be the first
-    return source.derived(pieces, chosen=chosen, info=info)
+    derived = source.derived(pieces, chosen=chosen, info=info)
+    if chosen.size < source.spec.episodes and info.attributes.get("warnings"):
+        derived.warn("these warnings count all episodes, before some were picked")
+    return derived
 
 
 def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:

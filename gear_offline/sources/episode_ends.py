@@ -72,14 +72,15 @@ def split_episodes(
     notes = [note] if note else []
     if asked and not parsed.terminals and CUTS not in asked:
         notes.append(NO_TERMINATION)
-    if parsed.marks or not parsed.ends:  # episodes end without regard to flags
-        told = others if parsed.marks else parsed.terminals
-        notes += _inside({name: true(name) for name in told}, last)
+    for name in sorted(others) if asked else ():  # a rule may pass over flags
+        with suppress(InputError):  # of other values, which it passes over for that
+            notes += _inside({name: true(name)}, last)
     if asked is None:
         notes += _likely(table, flags, last, rows, where)
     for name in (part[6:-2] for part in row_marks(table) if part[:6] + part[-2:] == "first:=0"):
         if inside := np.setdiff1d(falls(table[name], rows), last).size:
-            notes.append(f"{name} falls at {inside:,} steps inside episodes: sort their rows by it")
+            what = f"{name} falls at {count_text(inside, 'step')} inside episodes"
+            notes.append(f"{what}: sort their rows by it")
     return asked or rule, lengths, terminated, tail, notes
 
 
@@ -93,7 +94,7 @@ def _likely(
         if column.shape == (rows,) and column.dtype.kind in "biu":
             with suppress(InputError):  # of other values
                 if inside := np.setdiff1d(true_rows(column, name, where), last).size:
-                    what = f"{name} is true at {inside:,} steps inside episodes"
+                    what = f"{name} is true at {count_text(inside, 'step')} inside episodes"
                     notes.append(f"{what}; if they end there: --rename {name}=timeouts")
     return notes
 
