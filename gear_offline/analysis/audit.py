@@ -125,8 +125,8 @@ def audit(
         for source in (dataset, *against)
     )
     for other in others:
-        if (theirs := _compared(other)) != (own := _compared(data)):
-            what, remedy = f"{other.path} has {theirs}, {data.path} {own}", "compare like columns"
+        if (foreign := _compared(other)) != (own := _compared(data)):
+            what, remedy = f"{other.path} has {foreign}, {data.path} {own}", "compare like columns"
             raise InputError("COLUMN", what, "against", remedy)
     steps, shared = _Steps(data), list[Finding]()
     total = sum(map(len, (data, *others)))

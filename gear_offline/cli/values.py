@@ -133,7 +133,7 @@ Overrides = partial(Changes, help="Options to change, e.g. train.steps=1000.", c
 Axes = partial(Changes, help="Options to change; key=a,b,c: every combination is a run.")
 Json = Annotated[bool, Option("--json", help="Print one JSON document on stdout.")]
 Quiet = Annotated[
-    bool, Option("--quiet", "-q", help="No progress, no messages but warnings kept nowhere else.")
+    bool, Option("--quiet", "-q", help="No progress; only warnings that no result keeps.")
 ]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace an existing target.")]
 Exact = Annotated[bool, Option("--exact", help="On a GPU, give each run the bits of one alone.")]

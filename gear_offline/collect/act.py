@@ -83,7 +83,7 @@ def act(
     seed
         Seed of resets and noise; default another one each time.
     quiet
-        No progress; what tells that a result is of something else is said.
+        Show no progress. Warnings that change what the result means are still shown.
     model
         As of `gear_offline.load_policy`.
 

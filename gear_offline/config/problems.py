@@ -94,9 +94,9 @@ def option_text(model: type[BaseModel], problem: Any) -> str:
         kind = MODELS.get(str(problem["loc"][1])) if path[0] == "model" else None
         own = nearest(path[-1], list(kind.model_fields)) if kind and len(path) == 2 else None
         name, guess = ".".join(path), f"model.{own}" if own else guess_option(model, path)
-        beside = [o for o in dotted_fields(model) if o.startswith(".".join([*path[:-1], ""]))]
+        siblings = [o for o in dotted_fields(model) if o.startswith(".".join([*path[:-1], ""]))]
         hint = "`recipes validate` prints all there are"
-        hint = f"there are {', '.join(beside)}" if 0 < len(beside) < 9 else hint
+        hint = f"there are {', '.join(siblings)}" if 0 < len(siblings) < 9 else hint
         if parts := path[-1].split(".")[1:]:  # as on the command line
             hint = f"nest it: {path[-1].replace('.', ': {')}: ...{'}' * len(parts)}"
         hint = f"did you mean {guess!r}?" if guess not in (None, name) else hint

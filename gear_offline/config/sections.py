@@ -132,8 +132,8 @@ class CollectSettings(Section):
 def selection_options(text: str) -> str:
     """Return a recipe's options for ``NAME:OPTION=VALUE,...``, as `--strategies` takes it."""
     name, _, options = text.partition(":")
-    beside = (f"selection.{option}" for option in options.split(",") if option)
-    return " ".join([f"selection.strategy={name}", *beside])
+    words = (f"selection.{option}" for option in options.split(",") if option)
+    return " ".join([f"selection.strategy={name}", *words])
 
 
 class SelectionSettings(Section):

@@ -168,7 +168,7 @@ def convert(
         Gymnasium id, what `gymnasium.make` takes besides, and D4RL name of the reference scores,
         when the source does not say them.
     quiet
-        Show no progress, no summary, and no warnings: they stay in the manifest, for `inspect`.
+        Show no progress, summary or warnings. The manifest keeps the warnings for `inspect`.
 
     Returns
     -------
@@ -506,11 +506,11 @@ def _rows_look_wrong(source: Source, has_last: bool) -> Iterator[str]:
     Rows of an episode that is left out anyway are not doubted: `has_last` says that it is kept.
     """
     steps, kinds, ends = source.spec.steps, kinds_of(source), source.episodes.offsets[1:]
-    told = [name for name in kinds if name.split("/")[0] in (REWARDS, *REQUIRED)][::-1]
-    last = (source.read(name, steps - 2, steps) for name in told)  # mostly of rewards alone
+    names = [name for name in kinds if name.split("/")[0] in (REWARDS, *REQUIRED)][::-1]
+    last = (source.read(name, steps - 2, steps) for name in names)  # mostly of rewards alone
     if (
         has_last
-        and told
+        and names
         and ends.size > 1
         and ends[-1] - ends[-2] > 1
         and not any(rows.any() for rows in last)

@@ -19,8 +19,8 @@ _MARKUP = re.compile(r"[\\`*\[\]<>&|$~#]|(?<![^\W_])_|_(?![^\W_])")  # a_b is no
 def say(message: str, *, quiet: bool = False) -> None:
     """Print one line of information to stderr unless `quiet`.
 
-    A user's `quiet` hides progress and what a result tells again.  A line without which a result
-    would be taken for another one, as of an environment that nobody named, is said anyway.
+    Callers pass `quiet` for progress and for what the result repeats.  They leave it out for
+    warnings that change what the result means and that no result keeps.
     """
     if not quiet and sys.stderr is not None:  # None: of a daemon, for which print takes stdout
         lines = map(printable, message.split("\n"))  # names of files are others' text

@@ -337,13 +337,13 @@ def _report(results: Mapping[str, TaskResult], *, seconds: float, **facts: Any) 
     )
 
 
-def beyond_table(report: EvaluationReport, model: SequenceModel) -> str:
-    """Return a warning of episodes longer than the model's timesteps; empty if there are none."""
+def timestep_warning(report: EvaluationReport, model: SequenceModel) -> str | None:
+    """Return a warning of episodes longer than the model's timesteps, if there are any."""
     most = model.facts.max_timestep
     lengths = [n for task in report.tasks for target in task.targets for n in target.lengths]
     longer = sum(n > most for n in lengths)
     if not longer or model.part[0] == "mlp":  # which sees no timesteps
-        return ""
+        return None
     what = f"{longer:,} of {count_text(len(lengths), 'episode')} outlasted model.max_timestep"
     return f"{what}: the model was shown each step after {most:,} as that one"
 

@@ -20,10 +20,10 @@ from gear_offline.evaluation.environments import say_left_out, say_version
 from gear_offline.evaluation.play import (
     EvaluationTask,
     asked_returns,
-    beyond_table,
     play_sets,
     play_tasks,
     tasks_of,
+    timestep_warning,
 )
 from gear_offline.evaluation.video import check_video, write_videos
 from gear_offline.models.policy import Policy
@@ -85,7 +85,7 @@ def evaluate(
         played there at once.  All nodes see this directory and `run`.  Of several sets the last
         bits may differ from those of one machine, where others act together.
     quiet
-        No progress, no messages; what tells that a result is of something else is said.
+        Show no progress. Warnings that change what the result means are still shown.
     model
         As of `gear_offline.load_policy`.
 
@@ -126,8 +126,8 @@ def evaluate(
     else:
         with RayPool(ray) as pool:
             report = play_sets(pool, run, trained, tasks, device, quiet=quiet)
-    if longer := beyond_table(report, trained.model):
-        say(longer)
+    if warning := timestep_warning(report, trained.model):
+        say(warning)
     home = trained.run
     try:
         if video is not None:

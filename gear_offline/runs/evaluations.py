@@ -36,11 +36,11 @@ from gear_offline.evaluation.play import (
     Evaluation,
     EvaluationTask,
     Stage,
-    beyond_table,
     evaluate_together,
     known_to,
     play_job,
     tasks_of,
+    timestep_warning,
 )
 from gear_offline.progress import Progress
 from gear_offline.runs.callbacks import Callbacks
@@ -338,14 +338,14 @@ class RunEvaluations(Closing):
         stale = {"staleness_steps": now - step, "staleness_seconds": round(seconds, 3)}
         record = played.model_copy(update={"run": name, "step": step, **stale})
         model = self._learner.model
-        said = any(beyond_table(before, model) for before in self.recorded)
+        is_known = any(timestep_warning(report, model) for report in self.recorded)
         self.recorded = sorted([*self.recorded, record], key=lambda report: report.step or 0)
         self._file.append(record.to_json())
         late = f" ({seconds:,.0f} s and {now - step:,} steps ago)" if now > step else ""
         self._progress.update(now, last=self.recorded[-1].summary()[0])
         self._progress.say(f"step {step:,}{late}: {record.summary()[1]}")
-        if not said and (longer := beyond_table(record, model)):
-            self._progress.say(longer)
+        if not is_known and (warning := timestep_warning(record, model)):
+            self._progress.say(warning)
         self._callbacks.tell("on_evaluation", step, finite(record.to_json()))
 
     def finish(self) -> Iterator[bool]:

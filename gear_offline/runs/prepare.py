@@ -458,10 +458,10 @@ def _probe_environment(
     else:
         say_left_out(options, dataset.environment_options, quiet=quiet)
     noted = dataset.manifest.source.attributes.get("attributes")  # of a file: anything
-    made = noted.get("mujoco") if isinstance(noted, dict) else None
-    here, simulated = versions("mujoco").get("mujoco", made), "infos/qpos" in dataset.statistics
-    if simulated and made not in (None, here):
-        what = f"the data are of MuJoCo {made}, and {here} plays"
+    recorded = noted.get("mujoco") if isinstance(noted, dict) else None
+    here, simulated = versions("mujoco").get("mujoco", recorded), "infos/qpos" in dataset.statistics
+    if simulated and recorded not in (None, here):
+        what = f"the data are of MuJoCo {recorded}, and {here} plays"
         say(f"{what}: its contacts end elsewhere, which changes returns", quiet=quiet)
     return facts, whole
 

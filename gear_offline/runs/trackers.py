@@ -175,8 +175,8 @@ class Tracking(Callback):
     def _show(self, kind: str, step: int, record: Mapping[str, Any]) -> None:
         """Send a line, but none of a step that a resumed run does again."""
         values, tracker = _values(kind, record), self._tracker
-        told = tracker.told.get(kind, 0) if tracker and (kind, step) not in self._failed else 0
-        if tracker is not None and values and step > told:
+        sent = tracker.told.get(kind, 0) if tracker and (kind, step) not in self._failed else 0
+        if tracker is not None and values and step > sent:
             tracker.send(step, values)
 
     def close(self) -> None:

@@ -142,8 +142,8 @@ def judge_ends(
 def _inside(true: Mapping[str, Int64Array], last: Int64Array) -> list[str]:
     """Warn of flags that are true at other rows than the `last` of episodes."""
     inside = {name: np.setdiff1d(rows, last).size for name, rows in true.items()}
-    said = {name: count_text(count, "step") for name, count in inside.items() if count}
-    return [f"{name} is true at {steps} where no episode ends" for name, steps in said.items()]
+    counts = {name: count_text(count, "step") for name, count in inside.items() if count}
+    return [f"{name} is true at {steps} where no episode ends" for name, steps in counts.items()]
 
 
 def _with_step_limit(last: Int64Array, rows: int, limit: int) -> Int64Array:

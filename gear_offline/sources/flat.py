@@ -71,8 +71,8 @@ def table_source(
     """Return a source of `arrays` that `find_columns` takes; `rows` opens one."""
     where, facts = str(info.pop("where", files[0].path)), info.pop("facts", {})
     chosen, left_out = find_columns(arrays, asked, where=where)
-    told = ((n, arrays[n]) for n in left_out if arrays[n].dtype is not None)
-    vectors = [n for n, v in told if len(v.shape or ()) == 1 and v.dtype.kind in "biufU"]
+    known = ((n, arrays[n]) for n in left_out if arrays[n].dtype is not None)
+    vectors = [n for n, v in known if len(v.shape or ()) == 1 and v.dtype.kind in "biufU"]
     return flat_source(
         {name: rows(arrays[name]) for name in chosen},
         others={name: rows(arrays[name]) for name in vectors},  # they may tell where episodes start

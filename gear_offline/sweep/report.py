@@ -62,8 +62,8 @@ class SweepResult(Printed):
     @property
     def data(self) -> str:
         """A sentence on `levels`, or an empty text."""
-        told = ", ".join(f"{name} {short(value)}" for name, value in self.levels.items())
-        return f"Returns: {told}." if told else ""
+        levels = ", ".join(f"{name} {short(value)}" for name, value in self.levels.items())
+        return f"Returns: {levels}." if levels else ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the document of ``--json``."""

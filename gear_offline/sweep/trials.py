@@ -115,20 +115,20 @@ def parse_options(overrides: Sequence[str]) -> dict[str, list[Any]]:
 
 def parse_seeds(seeds: Seeds, first: int = 0) -> list[Any]:
     """Return the seeds of a number of them (8, from `first` on) or of a list: ``"3,5,8..10"``."""
-    given = whole_number(plain(seeds))
-    if isinstance(given, str) and not given.strip().isdecimal():
-        spans = [_SPAN.fullmatch(part.strip()) for part in given.split(",") if part.strip()]
+    value = whole_number(plain(seeds))
+    if isinstance(value, str) and not value.strip().isdecimal():
+        spans = [_SPAN.fullmatch(part.strip()) for part in value.split(",") if part.strip()]
         ranges = [range(int(span[1]), int(span[2] or span[1]) + 1) for span in spans if span]
         if len(ranges) < len(spans) or not any(ranges) or sum(map(len, ranges)) > MOST_TRIALS:
-            what = f"--seeds {given[:40]!r} names no seeds, or more than {MOST_TRIALS:,}"
+            what = f"--seeds {value[:40]!r} names no seeds, or more than {MOST_TRIALS:,}"
             raise _unusable(what, "write it like 8, or like 3,5,8..10")
         return [*itertools.chain.from_iterable(ranges)]
-    if isinstance(given, str | int):
-        if not 1 <= int(given) <= MOST_TRIALS:
+    if isinstance(value, str | int):
+        if not 1 <= int(value) <= MOST_TRIALS:
             remedy = "a single seed is written with a comma: 12345,"
-            raise _unusable(f"--seeds {given} is not a number from 1 to {MOST_TRIALS:,}", remedy)
-        return list(range(first, first + int(given)))
-    return [given] if isinstance(given, float) else list(given)  # no seed, as is told
+            raise _unusable(f"--seeds {value} is not a number from 1 to {MOST_TRIALS:,}", remedy)
+        return list(range(first, first + int(value)))
+    return [value] if isinstance(value, float) else list(value)  # no seed, as is told
 
 
 def settings_label(settings: Mapping[str, Any]) -> str:
