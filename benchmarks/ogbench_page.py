@@ -28,7 +28,8 @@ Row = dict[str, Any]
 def join(documents: Sequence[dict[str, Any]]) -> list[Row]:
     """Return a row a set, model and number of steps, with the seeds of all."""
     rows = dict[tuple[Any, ...], Row]()
-    for row in ({"machine": d.get("machine")} | row for d in documents for row in d["results"]):
+    of_all = [{key: d.get(key) for key in ("machine", "ogbench")} for d in documents]
+    for row in (of | row for of, d in zip(of_all, documents, strict=True) for row in d["results"]):
         key = row["set"], row["model"], row["steps"]
         if key not in rows:
             rows[key] = row | {name: [] for name in JOINED}
