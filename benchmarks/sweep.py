@@ -1,8 +1,7 @@
 """Several runs of the paper's size on one GPU: steps a second in sum, by way of sharing it.
 
 "alone" is one run as `train` does it, which is what running them one after another gives;
-"stacked" are models with stacked weights, as a sweep trains equal shapes; "streams" are graphs of
-their own on streams of their own, as it trains others, and all with ``--exact``.
+"stacked" are models with stacked weights, as a sweep trains equal shapes.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import torch
 from benchmarks.common import hopper_like, need_cuda, timed
 from benchmarks.train import paper_learner
 from gear_offline.dataset.dataset import Dataset
-from gear_offline.sweep.concurrent import RngStream
 from gear_offline.training.stack import Stack
 
 OPTIONS = ("train.graph=on", "train.compile=on", "train.precision=bf16")
@@ -31,13 +29,11 @@ def run(*, quick: bool = False) -> dict[str, Any]:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     rows = []
     with hopper_like(quick=quick) as data:
-        cases = [("alone", 1), ("stacked", 8), ("streams", 8)]
+        cases = [("alone", 1), ("stacked", 8)]
         if not quick:
             cases += [("stacked", 2), ("stacked", 16), ("stacked", 32)]
         for way, count in cases:
-            advance = {"alone": _alone, "stacked": _stacked, "streams": _streams}[way](
-                data.dataset, count
-            )
+            advance = {"alone": _alone, "stacked": _stacked}[way](data.dataset, count)
             rate = count * _steps_per_second(advance)
             rows.append({"way": way, "runs": count, "steps_per_second": rate})
             del advance
@@ -69,25 +65,5 @@ def _stacked(dataset: Dataset, count: int) -> Advance:
     def advance(steps: int) -> None:
         for _ in range(steps):
             stack.advance()
-
-    return advance
-
-
-def _streams(dataset: Dataset, count: int) -> Advance:
-    streams = [RngStream(torch.device("cuda")) for _ in range(count)]
-    learners = []
-    for seed, stream in enumerate(streams):
-        with stream.use():
-            learners.append(paper_learner(dataset, OPTIONS, seed=seed))
-            learners[-1].advance()
-            torch.cuda.synchronize()
-
-    def advance(steps: int) -> None:
-        for done in range(0, steps, CHUNK):
-            for stream, learner in zip(streams, learners, strict=True):
-                with stream.use():
-                    for _ in range(min(CHUNK, steps - done)):
-                        learner.advance()
-            torch.cuda.synchronize()
 
     return advance

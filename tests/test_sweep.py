@@ -211,7 +211,7 @@ def children() -> set[int]:
     return {child.pid for child in psutil.Process().children()}
 
 
-def test_on_a_gpu_all_trials_share_it(recipe: Recipe, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_on_a_gpu_trials_are_stacked(recipe: Recipe, tmp_path: Path, monkeypatch: Patch) -> None:
     asked: list[Work] = []
 
     def together(work: Work) -> None:
@@ -220,12 +220,12 @@ def test_on_a_gpu_all_trials_share_it(recipe: Recipe, tmp_path: Path, monkeypatc
             work.moved(trial, 20)
             work.end(trial, GearError("MEMORY", "none") if trial.recipe.seed else None)
 
-    monkeypatch.setattr(sweep_run, "train_concurrently", together)
+    monkeypatch.setattr(sweep_run, "train_stacks", together)
     monkeypatch.setattr(sweep_run, "resolve_device", lambda _: torch.device("cuda"))
     for exact in (False, True, False):
         result = sweep(recipe, seeds=3, out=tmp_path / "s", exact=exact, quiet=True)
     assert [one.status for one in result.trials] == ["open", "failed", "failed"]
-    assert [(work.parallel, work.exact) for work in asked] == [(3, False), (3, True), (3, True)]
+    assert [work.parallel for work in asked] == [3, 1, 1]
     assert asked[0].folder == tmp_path / "s" / "runs"
     assert [trial.name for trial in asked[0].trials] == ["s0", "s1", "s2"]
 

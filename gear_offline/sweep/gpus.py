@@ -18,8 +18,8 @@ from gear_offline.evaluation.environments import PROBED, Known
 from gear_offline.progress import Progress
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.runs.prepare import prepare_dataset
-from gear_offline.sweep.concurrent import stacks_of, train_concurrently
 from gear_offline.sweep.jobs import POLL_SECONDS, Work
+from gear_offline.sweep.stacks import stacks_of, train_stacks
 from gear_offline.sweep.trials import Trial
 from gear_offline.workers import LOST, Caller, WorkerPool
 
@@ -57,7 +57,7 @@ def train_on_gpus(work: Work, gpus: Sequence[str]) -> None:
     with WorkerPool(len(shares), threads=None) as pool, StopRequest() as stop:
         pool.on_message, failed, interrupted = note, list[GearError](), False
         for share, gpu, block in zip(shares, gpus, blocks, strict=False):
-            how = work.folder, work.device.type, work.parallel, work.exact, work.known
+            how = work.folder, work.device.type, work.parallel, work.known
             pool.submit(f"{__name__}:train_share", share, gpu, block.tolist() or cores, *how)
         running = len(shares)
         while running:
@@ -104,7 +104,6 @@ def train_share(
     folder: Path,
     device: str,
     parallel: int,
-    exact: bool,
     known: Sequence[Known],
 ) -> None:
     """Train a share of the trials on a GPU and some cores, in a worker."""
@@ -115,14 +114,13 @@ def train_share(
     for environment in known:
         environment.learn()
     recipes = {trial.recipe.data_key: trial.recipe for trial in trials}
-    train_concurrently(
+    train_stacks(
         _GpuWork(
             trials=trials,
             folder=folder,
             device=torch.device(device),
             parallel=parallel,
             threads=None,
-            exact=exact,
             datasets={key: prepare_dataset(recipe, quiet=True) for key, recipe in recipes.items()},
             progress=Progress("", total=0, quiet=True),
             steps={},

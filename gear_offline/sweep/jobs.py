@@ -44,9 +44,8 @@ class Work:
     trials: Sequence[Trial]  # that are not complete
     folder: Path  # each trial is trained into ``folder/NAME``
     device: torch.device
-    parallel: int  # trials at a time
+    parallel: int  # trials at a time; in this process, of a stack
     threads: int | None  # of a trial in a process of its own
-    exact: bool  # stack none on a GPU: each run has the bits that it has alone
     known: tuple[Known, ...] = ()  # what other processes have to learn of environments
     datasets: Mapping[str, TableData]  # by `Recipe.data_key`, opened and checked
     progress: Progress  # of all trials together

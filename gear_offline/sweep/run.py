@@ -31,16 +31,16 @@ from gear_offline.runs.directory import check_resumed
 from gear_offline.runs.evaluations import MOST_WORKERS
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.runs.prepare import prepare_dataset, resolve
-from gear_offline.sweep.concurrent import MOST_ON_A_GPU, train_concurrently
 from gear_offline.sweep.gpus import gpus_of, train_on_gpus
 from gear_offline.sweep.jobs import LOCK_SECONDS, Work, train_in_pool, train_in_processes
 from gear_offline.sweep.report import SweepResult, read_sweep
 from gear_offline.sweep.results import is_complete, is_played, steps_done
+from gear_offline.sweep.stacks import MOST_IN_A_STACK, train_stacks
 from gear_offline.sweep.trials import SweepDirectory, SweepFile, Trial, make_trials, parse_options
 from gear_offline.tables.joint import TableData
 from gear_offline.workers import Caller, RayPool, WorkerPool
 
-# of the driver for streams; its default of 8 makes further ones wait for each other
+# of the driver: with its default of 8, batches of a larger stack wait for each other
 QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 JOBS_OF_A_WORKER = 4  # reports, at least: a process takes longer to start than one
 
@@ -75,8 +75,8 @@ def sweep(
     out
         Directory of the sweep; by default ``runs/NAME-sweep``.
     parallel
-        Trials at a time, on each GPU, there also in a stack; by default 16 on a GPU, one a core on
-        a CPU, with Ray one a GPU or core.
+        Trials at a time: on each GPU in a stack, if their shapes are equal, by default 16; one a
+        core on a CPU; with Ray one a GPU or core.
     exact
         On a GPU, do not stack trials of the same shape: each gives the bits of a run alone.
     ray
@@ -159,7 +159,7 @@ def run_trials(
         most = cores
         if device.type == "cuda":
             os.environ.setdefault(*QUEUES)  # without effect where the GPU is in use already
-            most = pool.gpus if pool else MOST_ON_A_GPU
+            most = pool.gpus if pool else MOST_IN_A_STACK
         parallel = min(len(trials), parallel or most)
         datasets, resolved = _prepared(trials, quiet=quiet)
         played = [recipe.environments for recipe in resolved.values() if recipe.plays]
@@ -171,6 +171,8 @@ def run_trials(
         stack.enter_context(directory.hold())
         file = directory.file_for(trials)
         file.exact = file.exact or exact
+        if file.exact and device.type == "cuda" and pool is None:
+            parallel = 1
         # Every trial gets its share of the cores; none of it changes what the trial computes.
         threads = None
         if pool is not None or (device.type != "cuda" and parallel > 1):
@@ -195,7 +197,6 @@ def run_trials(
                 device=device,
                 parallel=parallel,
                 threads=threads,
-                exact=file.exact,
                 known=tuple(filter(None, known)),
                 datasets=datasets,
                 progress=Progress(name, total=total, done=begun, quiet=quiet),
@@ -302,7 +303,7 @@ def _train(work: Work, pool: RayPool | None, gpus: Sequence[str]) -> None:
     elif min(len(gpus), len(work.trials)) > 1:
         train_on_gpus(work, gpus)
     elif work.parallel == 1 or work.device.type == "cuda":
-        train_concurrently(work)
+        train_stacks(work)
     else:
         train_in_processes(work)
 

@@ -148,10 +148,8 @@ class CapturedStep:
     """One optimiser step, captured once and replayed.
 
     Building it runs some passes; random numbers and the batches' position are put back afterwards,
-    so that nothing of them stays.  It is captured on torch's current stream if that is not the
-    default one: graphs that run at once must not share a stream's workspace of cuBLAS.  All ranks
-    of `world` build theirs and replay it together; `gradients` are those of this rank alone, with
-    `feedback`.
+    so that nothing of them stays.  All ranks of `world` build theirs and replay it together;
+    `gradients` are those of this rank alone, with `feedback`.
     """
 
     def __init__(
@@ -236,16 +234,10 @@ def capture(run: Callable[[], None]) -> Any:
 
 
 def _own_stream() -> Any:
-    """Return the stream to capture on: torch's current one, unless that is the default one.
-
-    The default one cannot be captured: None for the stream that torch keeps for captures, or a new
-    one where that is another GPU's.
-    """
-    current: Any = torch.cuda.current_stream()
-    if current != torch.cuda.default_stream():
-        return current
+    """Return None, for the stream that torch keeps for captures, or a new one where that is another
+    GPU's."""
     kept: Any = torch.cuda.graph.default_capture_stream
-    if kept is None or kept.device == current.device:
+    if kept is None or kept.device == torch.cuda.current_stream().device:
         return None
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 

@@ -64,7 +64,7 @@ def why_not_stacked(recipe: Recipe, sizes: ModelSizes, *, learns: bool) -> str |
 class Stack:
     """Learners that advance together: after as many steps each, of recipes with one `stack_key`.
 
-    Build and use it with torch's random numbers and stream set to the group's own.
+    Build and use it with torch's random numbers set to the group's own.
     """
 
     def __init__(self, learners: Sequence[Learner]) -> None:
@@ -78,15 +78,8 @@ class Stack:
         self._ones = torch.ones(len(self.learners), device=first.device)
         if is_compiled(first.recipe.train) and first.device.type == "cuda":
             self._losses = torch.compile(self._models.losses, dynamic=False, options=COMPILE)
-        if first.device.type == "cuda":  # each was made on a stream of its own
-            torch.cuda.synchronize(first.device)
         self._is_captured = all(learner.is_captured for learner in learners)
         self._captured: CapturedStack | None = None
-
-    @property
-    def will_capture(self) -> bool:
-        """True if the next step is captured as a CUDA graph before it is replayed."""
-        return self._is_captured and self._captured is None
 
     def advance(self) -> dict[Learner, GearError]:
         """Do one step of each learner; return what ended some of them.
@@ -98,10 +91,22 @@ class Stack:
             return self._launch(staying)
         if self._captured is None:
             self._captured = CapturedStack(self.learners, self._gradients)
+        for learner in staying:
+            learner.window.start()
         self._captured.replay()
         for learner in staying:
             learner.count_replay()
+            learner.window.stop()
         return {}
+
+    def wait(self) -> None:
+        """Wait for the GPU, on the clocks of all learners."""
+        if self._captured is not None:
+            for learner in self.learners:
+                learner.window.start()
+            torch.cuda.synchronize()
+            for learner in self.learners:
+                learner.window.stop()
 
     def leave(self, learner: Learner) -> None:
         """Advance a learner no more; its place stays, and what is computed there is not used."""

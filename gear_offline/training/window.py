@@ -25,7 +25,6 @@ class ReportWindow:
         self.busy_seconds = self._began = 0.0
         self.wait_seconds = 0.0  # of the busy ones: for batches
         self._all_busy_seconds = self._all_wait_seconds = 0.0  # of what was reported
-        self._launched: float | None = None  # since when all time is busy
 
     def start(self) -> None:
         self._began = time.perf_counter()
@@ -37,17 +36,6 @@ class ReportWindow:
     def stop(self) -> None:
         """Count the time since `start`."""
         self.busy_seconds += time.perf_counter() - self._began
-
-    def launch(self) -> None:
-        """Count all time from here on, until `landed`: steps run that nobody waits for."""
-        if self._launched is None:
-            self._launched = time.perf_counter() - self.busy_seconds
-
-    def landed(self) -> None:
-        """Take note that the steps that were launched are done."""
-        if self._launched is not None:
-            self.busy_seconds = max(self.busy_seconds, time.perf_counter() - self._launched)
-            self._launched = None
 
     def count(self, *loss_and_norm: Tensor) -> None:
         """Count a step, and write its row unless what was launched does."""

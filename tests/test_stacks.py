@@ -1,4 +1,4 @@
-"""Runs that share a process or a GPU: each is what it is alone, and its errors are its own."""
+"""Runs that share a process or a stack: each is what it is alone, and its errors are its own."""
 
 import os
 import signal
@@ -23,9 +23,9 @@ from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.runs.prepare import prepare_dataset
 from gear_offline.sweep import jobs as sweep_jobs
-from gear_offline.sweep.concurrent import RngStream, train_concurrently
 from gear_offline.sweep.gpus import train_on_gpus
 from gear_offline.sweep.jobs import Work, run_errors
+from gear_offline.sweep.stacks import train_stacks
 from gear_offline.sweep.trials import Trial
 from gear_offline.tables import placement
 from gear_offline.training.json_lines import read_records
@@ -76,9 +76,9 @@ def trials_of(
     return [trial_of(f"t{n}", base.replace(change)) for n, change in enumerate(changes)]
 
 
-def concurrently(
-    trials: Sequence[Trial], folder: Path, *, exact: bool = False, parallel: int = 4,
-    train: Callable[[Work], None] = train_concurrently,
+def train_together(
+    trials: Sequence[Trial], folder: Path, *, parallel: int = 4,
+    train: Callable[[Work], None] = train_stacks,
 ) -> dict[str, str | None]:  # fmt: skip
     """Train together; return the code of the error that each ended with."""
     recipes = {trial.recipe.data_key: trial.recipe for trial in trials}
@@ -88,7 +88,6 @@ def concurrently(
         device=torch.device(trials[0].recipe.train.device),
         parallel=parallel,
         threads=None,
-        exact=exact,
         datasets={key: prepare_dataset(one, quiet=True) for key, one in recipes.items()},
         progress=Progress("all", total=1, quiet=True),
         steps={},
@@ -169,13 +168,13 @@ def poison(patch: Patch, *, seed: int, rate: float, step: int) -> None:
 def test_exact_runs_have_the_bits_of_runs_alone(
     data: Path, tmp_path: Path, monkeypatch: Patch, changes: tuple[str, ...]
 ) -> None:
-    """With dropout and evaluations; of three runs two share the process at a time."""
+    """With dropout and evaluations, one after another."""
     place = Mock(side_effect=placement.place_table)
     trials = trials_of(data, *changes, rates=[1e-3], seeds=3)
     with monkeypatch.context() as patch:
         patch.setattr(placement, "place_table", place)
         before = torch.get_rng_state()
-        errors = concurrently(trials, tmp_path / "all", exact=True, parallel=2)
+        errors = train_together(trials, tmp_path / "all", parallel=1)
     assert torch.equal(torch.get_rng_state(), before), "the caller's random numbers stay"
     assert errors == {"t0": None, "t1": None, "t2": None}
     assert place.call_count == ("train.device=cuda" in changes), "one table for all runs"
@@ -218,7 +217,7 @@ def test_stacked_runs_are_those_that_are_alone(
         build(self, learners)
 
     monkeypatch.setattr(Stack, "__init__", counted)
-    assert set(concurrently(trials, tmp_path / "all").values()) == {None}
+    assert set(train_together(trials, tmp_path / "all").values()) == {None}
     assert stacked == [4]
     for trial in trials:
         alone = train_run(trial.recipe, out=tmp_path / trial.name, quiet=True)
@@ -249,8 +248,8 @@ def test_stacked_runs_are_played_together_as_each_alone(
     monkeypatch.setattr(evaluations, "evaluate_together", counted)
     monkeypatch.setattr(evaluations, "find_trained", damaged)
     with pytest.raises(TrainingInterrupted):
-        concurrently(trials, tmp_path)
-    assert set(concurrently(trials, tmp_path).values()) == {None}
+        train_together(trials, tmp_path)
+    assert set(train_together(trials, tmp_path).values()) == {None}
     assert count == [3, 4, 4, 1]
     for trial in trials:
         file = tmp_path / trial.name / "evaluations.jsonl"
@@ -267,7 +266,7 @@ def test_runs_that_stand_at_other_steps_are_stacked_apart(data: Path, tmp_path: 
     trials = trials_of(data, "model.dropout=0")
     half = trials[0].recipe.replace({"train.steps": 10})
     train_run(half, out=tmp_path / "t0", quiet=True)
-    assert set(concurrently(trials, tmp_path).values()) == {None}
+    assert set(train_together(trials, tmp_path).values()) == {None}
     assert [last_step(tmp_path / trial.name) for trial in trials] == [20] * 4
 
 
@@ -294,10 +293,10 @@ def test_gpus_share_the_stacks_of_a_sweep(
         thread = threading.Thread(target=stop)
         thread.start()
         with pytest.raises(TrainingInterrupted):
-            concurrently(trials, folder, train=train)
+            train_together(trials, folder, train=train)
         thread.join()
         assert any(last_step(folder / name) < 200 for name in names)
-    assert concurrently(trials, folder, train=train) == dict.fromkeys(names) | {
+    assert train_together(trials, folder, train=train) == dict.fromkeys(names) | {
         "t1": "OUTPUT_WRITE"
     }
     for trial in trials:
@@ -310,16 +309,16 @@ def test_gpus_share_the_stacks_of_a_sweep(
 
 
 @pytest.mark.parametrize(
-    ("changes", "exact", "steps"),
-    [((), False, 20), ((), True, 20), gpu(*EXACT, "train.checkpoint_every=10", values=(False, 99))],
+    ("changes", "parallel", "steps"),
+    [((), 4, 20), ((), 1, 30), gpu(*EXACT, "train.checkpoint_every=10", values=(4, 99))],
 )
 def test_interrupted_runs_go_on_to_the_same_end(
-    data: Path, tmp_path: Path, monkeypatch: Patch, changes: tuple[str, ...], exact: bool,
+    data: Path, tmp_path: Path, monkeypatch: Patch, changes: tuple[str, ...], parallel: int,
     steps: int,
 ) -> None:  # fmt: skip
     """With dropout: the state of the common random numbers is saved with every run."""
     trials = trials_of(data, *changes)
-    concurrently(trials, tmp_path / "whole", exact=exact)
+    train_together(trials, tmp_path / "whole", parallel=parallel)
     count = 0
 
     def interrupt(learner: Learner) -> None:
@@ -331,12 +330,13 @@ def test_interrupted_runs_go_on_to_the_same_end(
     with monkeypatch.context() as patch:
         before_steps(patch, interrupt)
         with pytest.raises(TrainingInterrupted) as caught:
-            concurrently(trials, tmp_path / "parts", exact=exact)
+            train_together(trials, tmp_path / "parts", parallel=parallel)
     assert caught.value.code == "INTERRUPTED"
     begun = [run for run in (tmp_path / "parts").iterdir() if (run / "checkpoints").exists()]
     done, last = {learnt(run)["step"] for run in begun}, trials[0].recipe.train.steps
-    assert all(0 < step < last for step in done) and (exact or (len(begun), len(done)) == (4, 1))
-    assert set(concurrently(trials, tmp_path / "parts", exact=exact).values()) == {None}
+    assert all(0 < step <= last for step in done) and min(done) < last
+    assert (len(begun), len(done)) == ((4, 1) if parallel > 1 else (2, 2))
+    assert set(train_together(trials, tmp_path / "parts", parallel=parallel).values()) == {None}
     for trial in trials:
         assert learnt(tmp_path / "parts" / trial.name) == learnt(tmp_path / "whole" / trial.name)
 
@@ -355,28 +355,28 @@ def test_a_stop_while_runs_open_saves_nothing_of_them(
 
     monkeypatch.setattr(Learner, "__init__", interrupting)
     with pytest.raises(TrainingInterrupted):
-        concurrently(trials_of(data), tmp_path)
+        train_together(trials_of(data), tmp_path)
     assert count == 2, "no further run is opened"
     assert not list(tmp_path.glob("*/checkpoints/step-*"))
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("parallel", [4, 1])
 @pytest.mark.parametrize("changes", [(), gpu(), gpu("train.log_every=1", "train.steps=110")])
 def test_a_run_that_fails_ends_alone(
-    data: Path, tmp_path: Path, monkeypatch: Patch, changes: tuple[str, ...], exact: bool
+    data: Path, tmp_path: Path, monkeypatch: Patch, changes: tuple[str, ...], parallel: int
 ) -> None:
     """A graph goes on with the run that failed, far past the end of its window of metrics."""
     trials = trials_of(data, *changes, "model.dropout=0")
     every = trials[0].recipe.train.log_every
     with monkeypatch.context() as patch:
         poison(patch, seed=1, rate=1e-3, step=every + 2)
-        errors = concurrently(trials, tmp_path, exact=exact)
+        errors = train_together(trials, tmp_path, parallel=parallel)
     assert errors == {"t0": None, "t1": "LOSS_NONFINITE", "t2": None, "t3": None}
     assert every <= last_step(tmp_path / "t1") <= every + 2
     alone = train_run(trials[0].recipe, out=tmp_path / "alone", quiet=True)
     assert_alike(tmp_path / "t0", alone, 1e-3)
     # the one that failed goes on from its own checkpoint, alone
-    assert concurrently(trials[1:2], tmp_path) == {"t1": None}
+    assert train_together(trials[1:2], tmp_path) == {"t1": None}
 
 
 def test_an_error_of_a_stack_ends_its_runs_and_no_others(
@@ -394,7 +394,7 @@ def test_an_error_of_a_stack_ends_its_runs_and_no_others(
         return advance(self)
 
     monkeypatch.setattr(Stack, "advance", broken)
-    errors = concurrently([*trials, *wide], tmp_path, parallel=8)
+    errors = train_together([*trials, *wide], tmp_path, parallel=8)
     assert [errors[trial.name] for trial in trials] == [None] * 4
     assert [errors[trial.name] for trial in wide] == ["MEMORY"] * 4
 
@@ -415,13 +415,13 @@ def test_nothing_goes_on_after_the_gpu_is_lost_and_a_later_call_does(
         patch.setattr(Stack, method, broken)
         patch.setattr(sweep_jobs, "_is_lost", lambda device: True)
         with one_error("DEVICE", "illegal memory access"):
-            concurrently(trials, tmp_path)
-    assert set(concurrently(trials, tmp_path).values()) == {None}
+            train_together(trials, tmp_path)
+    assert set(train_together(trials, tmp_path).values()) == {None}
 
 
 def test_a_refused_run_leaves_nothing(data: Path, tmp_path: Path) -> None:
     (trial,) = trials_of(data, "model.max_timestep=4", rates=[1e-3], seeds=1)
-    assert concurrently([trial], tmp_path) == {"t0": "MODEL"}
+    assert train_together([trial], tmp_path) == {"t0": "MODEL"}
     assert list(tmp_path.iterdir()) == []
 
 
@@ -456,25 +456,3 @@ def test_a_gpu_is_lost_if_it_still_fails_after_the_error(monkeypatch: Patch) -> 
         monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
         with one_error(code), run_errors("one", Path("folder"), cuda):
             raise ILLEGAL
-
-
-@pytest.mark.gpu
-@ON_GPU[1]
-def test_streams_draw_what_a_seeded_device_draws() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    with torch.random.fork_rng([device]):
-        torch.manual_seed(7)
-        expected = [torch.rand(5, device=device) for _ in range(3)]
-        streams = [RngStream(device), RngStream(device)]
-        before = torch.cuda.get_rng_state(device)
-        drawn: list[list[torch.Tensor]] = [[], []]
-        for turn in range(3):
-            for stream, mine in zip(streams, drawn, strict=True):
-                with stream.use():
-                    if turn == 0:
-                        torch.manual_seed(7)
-                    mine.append(torch.rand(5, device=device))
-        torch.cuda.synchronize()
-        assert torch.equal(torch.cuda.get_rng_state(device), before)
-    for mine in drawn:
-        assert all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True))
