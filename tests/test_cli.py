@@ -51,7 +51,7 @@ SURFACE = {
     "sync": "run tracker project",
     "export-policy": "run out task overwrite model",
     "evaluate": "run targets episodes environment environment-options checkpoint seed device out "
-    "video ray model json quiet",
+    "video model json quiet",
     "sweep": "recipe key=value seeds out parallel exact ray json quiet",
     "blame": "run first..last device model json quiet",
     "strategies": "recipe key=value strategies train seeds parallel exact ray out json quiet",

@@ -6,19 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from gear_offline.convert.conversion import convert
 from gear_offline.errors import GearError
-from gear_offline.runs.evaluate import evaluate
 from gear_offline.sweep.results import steps_done
 from gear_offline.sweep.run import sweep
 from gear_offline.sweep.trials import SweepDirectory
 from gear_offline.workers import RayPool
 from tests.support import contents, one_error, write_hdf5
 from tests.test_sweep import table_of, wait_for
-from tests.training_support import learnt, register_importable, tiny_recipe
+from tests.training_support import learnt, tiny_recipe
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'gear-offline[ray]'")
 pytestmark = [
@@ -101,18 +99,6 @@ def test_shards_are_those_of_one_machine(connected: str, tmp_path: Path) -> None
     convert(source, tmp_path / "there", shard_bytes=9_000, ray=connected, quiet=True)
     assert contents(tmp_path / "there") == contents(tmp_path / "here")
     assert len(list((tmp_path / "there").glob("*.safetensors"))) > 2
-
-
-def test_episodes_are_those_of_one_machine(connected: str, whole: Path) -> None:
-    register_importable()
-
-    def returns(episodes: int, ray: str | None) -> list[Any]:
-        out = whole / f"{episodes}-{ray is None}.json"
-        report = evaluate(whole, targets=[3, 1], episodes=episodes, ray=ray, out=out, quiet=True)
-        return [target.returns for task in report.tasks for target in task.targets]
-
-    np.testing.assert_array_equal(returns(2, connected), returns(2, None))
-    np.testing.assert_allclose(returns(5, connected), returns(5, None), rtol=1e-5)
 
 
 def test_a_sweep_ends_complete_though_a_node_dies(

@@ -316,7 +316,6 @@ def evaluate(
     device: str = Option("auto", help="auto, cpu or cuda."),
     out: Path | None = Option(None, help="File for the result; default evaluation.json there."),
     video: Path | None = Option(None, help="Also show first episodes: a new .gif or .mp4 file."),
-    ray: Ray = None,
     model: Model = None,
     as_json: Json = False,
     quiet: Quiet = False,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -20,7 +20,6 @@ import numpy as np
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import PlaySettings, target_list
 from gear_offline.core.files import Closing
-from gear_offline.core.parts import is_part
 from gear_offline.core.system import available_bytes, versions
 from gear_offline.core.text import count_text, say
 from gear_offline.core.torch_state import torch_threads
@@ -37,7 +36,7 @@ from gear_offline.tables.fields import STATES
 from gear_offline.training.model import sizes_of
 from gear_offline.training.records import EvaluationReport, TargetResult, TaskResult
 from gear_offline.training.trained import TrainedModel, find_trained
-from gear_offline.workers import Caller, RayPool
+from gear_offline.workers import Caller
 
 Reference = str | ReferenceScores | tuple[float, float]
 CPU_ENVIRONMENTS = 20  # more make no product of matrices faster
@@ -437,7 +436,7 @@ def asked_returns(targets: Sequence[float] | float) -> tuple[float, ...]:
         raise InputError("USAGE", what, where="evaluate.targets", remedy=remedy) from error
 
 
-# elsewhere: in a worker process, in sets on a Ray cluster ------------------------------------
+# elsewhere: in a worker process ----------------------------------------------------------------
 
 
 def known_to(tasks: Sequence[EvaluationTask]) -> list[Known]:
@@ -455,63 +454,9 @@ def play_job(
     device: str,
     threads: int | None,
     cores: int | None = 1,
-    model: str | None = None,
 ) -> EvaluationReport:
     """Read a model as `find_trained` does and play it: a job, with `threads` of torch."""
     for known in environments:
         known.learn()
     with torch_threads(threads):
-        return play_tasks(find_trained(run, checkpoint, model=model), tasks, device, cores=cores)
-
-
-def play_sets(
-    pool: RayPool,
-    run: Path,
-    trained: TrainedModel,
-    tasks: Sequence[EvaluationTask],
-    device: str,
-    *,
-    quiet: bool = True,
-) -> EvaluationReport:
-    """Play sets of episodes as jobs of a pool, and put them together."""
-    began, device = time.perf_counter(), pool.device(device)
-    pool.share(pool.gpus if device == "cuda" else pool.cpus, device=device)
-    pool.check(run)
-    step = trained.facts.step if (run / "checkpoints").is_dir() else None  # a newer one may come
-    threads = trained.recipe.train.threads
-    parts = [part for task in tasks for part in sets_of(task.settled(device))]
-    kind = trained.model.part[0] if is_part(trained.model.part[0]) else None
-    jobs = [(known_to([part]), run, step, [part], device, threads, 1, kind) for part in parts]
-    total = sum(part.episodes * len(part.targets) for part in parts)
-    reports: list[EvaluationReport] = []
-    with Progress("evaluate", total=total, unit="episodes", quiet=quiet) as progress:
-        for part, report in zip(parts, pool.run(f"{__name__}:play_job", jobs), strict=True):
-            reports.append(report)
-            progress.advance(part.episodes * len(part.targets))
-    return joined(reports, seconds=time.perf_counter() - began)
-
-
-def sets_of(task: EvaluationTask) -> Iterator[EvaluationTask]:
-    """Yield the episodes of a task in sets that its environments play at once."""
-    for first in range(0, task.episodes, task.environments):
-        count = min(task.environments, task.episodes - first)
-        yield replace(task, seed=task.seed + first, episodes=count)
-
-
-def joined(reports: Sequence[EvaluationReport], *, seconds: float) -> EvaluationReport:
-    """Return one report of those of `sets_of` tasks."""
-    sets = dict[str, list[TaskResult]]()
-    for report in reports:
-        sets.setdefault(next(iter(report.named), ""), []).append(report.tasks[0])
-    results = {}
-    for name, parts in sets.items():
-        targets = []
-        for same in zip(*(part.targets for part in parts), strict=True):
-            episodes = {
-                key: tuple(chain.from_iterable(getattr(part, key) for part in same))
-                for key in ("returns", "lengths", "terminated")
-            }
-            targets.append(same[0].model_copy(update=episodes))
-        results[name] = parts[0].with_targets(targets)
-    facts = reports[0].model_dump(include={"run", "step", "device", "versions"})
-    return _report(results, **facts, seconds=seconds)
+        return play_tasks(find_trained(run, checkpoint), tasks, device, cores=cores)

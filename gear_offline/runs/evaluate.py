@@ -20,7 +20,6 @@ from gear_offline.evaluation.environments import say_left_out, say_version
 from gear_offline.evaluation.play import (
     EvaluationTask,
     asked_returns,
-    play_sets,
     play_tasks,
     tasks_of,
     timestep_warning,
@@ -30,7 +29,6 @@ from gear_offline.models.policy import Policy
 from gear_offline.progress import Terminal
 from gear_offline.training.records import EvaluationReport
 from gear_offline.training.trained import TrainedModel, find_trained, live
-from gear_offline.workers import RayPool
 
 EPISODES = 10  # where the recipe has 0, which means none while training
 
@@ -47,7 +45,6 @@ def evaluate(
     device: str = "auto",
     out: str | os.PathLike[str] | None = None,
     video: str | os.PathLike[str] | None = None,
-    ray: str | None = None,
     quiet: bool = False,
     model: Any = None,
 ) -> EvaluationReport:
@@ -80,10 +77,6 @@ def evaluate(
         Also write the first episode of each asked return, one after the other, to this new
         ``.gif`` or ``.mp4`` file; of several tasks one file each, ``NAME-TASK.gif``.  Takes
         ``pip install 'gear-offline[video]'``.
-    ray
-        Address of a Ray cluster, such as ``"auto"``: sets of ``evaluate.environments`` episodes are
-        played there at once.  All nodes see this directory and `run`.  Of several sets the last
-        bits may differ from those of one machine, where others act together.
     quiet
         Show no progress. Warnings that change what the result means are still shown.
     model
@@ -97,7 +90,7 @@ def evaluate(
     """
     if isinstance(run, Policy):
         trained, device, run = live(run), str(run.device), Path("policy")
-        if checkpoint is not None or ray is not None or model is not None:
+        if checkpoint is not None or model is not None:
             what, remedy = "a policy has no checkpoint, and stays here", "give its run or folder"
             raise InputError("USAGE", what, "run", remedy)
     else:
@@ -119,13 +112,9 @@ def evaluate(
     if video is not None:
         video = given_path(video, "OUTPUT_WRITE", where="video")
         check_video(video, tasks)
-    if ray is None:
-        where = str(resolve_device(device))
-        with torch_threads(trained.recipe.train.threads):
-            report = play_tasks(trained, tasks, where, quiet=quiet)
-    else:
-        with RayPool(ray) as pool:
-            report = play_sets(pool, run, trained, tasks, device, quiet=quiet)
+    where = str(resolve_device(device))
+    with torch_threads(trained.recipe.train.threads):
+        report = play_tasks(trained, tasks, where, quiet=quiet)
     if warning := timestep_warning(report, trained.model):
         say(warning)
     home = trained.run
