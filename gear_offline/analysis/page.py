@@ -21,7 +21,7 @@ from gear_offline.runs.report import render_page
 
 MAIN = {  # what the terminal shows; the page has all
     *("steps shown", "effective starts", "duplicate starts", "padding", "mean return"),
-    *("return", "IQM", "difference", "p", "verdict"),
+    *("return", "difference", "p", "verdict"),
 }
 DASHES = ("-", "--", ":")  # of strategies beyond the number of colours
 
@@ -45,13 +45,10 @@ def learned_cells(outcome: Outcome) -> dict[str, str]:
     versus = outcome.versus
     return {
         "return": str(outcome.final or "-"),
-        "IQM": "-" if outcome.iqm is None else short(outcome.iqm),
-        "95 % of IQM": interval_text((outcome.iqm_low, outcome.iqm_high)),
         "score": str(outcome.score or "-"),
         "difference": ("+" if versus.mean > 0 else "") + short(versus.mean) if versus else "-",
         "95 % of difference": interval_text((versus.low, versus.high)) if versus else "-",
         "p": _p(versus.holm_p) if versus else "-",
-        "p (permutation)": _p(versus.permutation_p) if versus else "-",
         "verdict": versus.verdict if versus else "baseline",
     }
 
