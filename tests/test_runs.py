@@ -135,6 +135,37 @@ def test_runs_are_compared_by_what_they_differ_in(runs: Path, tmp_path: Path) ->
     assert list(go.compare_runs([a0, copy]).runs.values()) == ["a-s0", "copy"]
 
 
+def test_seeds_stay_one_setting_however_much_others_differ(runs: Path, tmp_path: Path) -> None:
+    """Where labels would be long, names of runs stand for them; one file by two names is one."""
+
+    def copied(name: str, source: str, changes: dict[str, Any]) -> Path:
+        folder = Path(shutil.copytree(runs / source, tmp_path / name, symlinks=True))
+        recipe = load_recipe(runs / source).replace(changes)
+        (folder / "recipe.yaml").write_text(recipe.to_yaml())
+        return folder
+
+    far = {"optimizer.weight_decay": 0.125, "loader.gamma": 0.25, "optimizer.clip_norm": 0.5}
+    far |= {"optimizer.betas": [0.5, 0.9], "loader.normalize_states": False, "model.dropout": 0}
+    many = [runs / "a-s0", runs / "a-s1", copied("far-s0", "a-s0", far)]
+    comparison = go.compare_runs(many, out=tmp_path / "far.png")
+    seeds = {row.label: row.seeds for row in comparison.table.rows}
+    assert seeds == {"a": (0, 1), "far-s0": (0,)}
+    again = go.compare_runs([*many, copied("a-s1-again", "a-s1", {"train.threads": 1})])
+    seeds = {row.label: row.seeds for row in again.table.rows}
+    assert seeds == {"a": (0, 1), "a-s1-again": (1,), "far-s0": (0,)}
+    parts = [("late:late", "0"), ("/x/late.py:late", "0"), ("/y/late.py:late", "1")]
+    options: list[dict[str, Any]] = [
+        {"selection": {"strategy": name}, "parts": {name: digest}, "seed": seed}
+        for seed, (name, digest) in enumerate(parts)
+    ]
+    named = [copied(f"late{place}", "a-s0", each) for place, each in enumerate(options)]
+    rows = go.compare_runs(named).table.rows
+    assert {row.seeds: row.label for row in rows} == {
+        (0, 1): "strategy=late:late",
+        (2,): "strategy=late.py:late",
+    }
+
+
 def test_only_what_has_one_unit_is_compared(runs: Path, tmp_path: Path) -> None:
     for name, environment in (("a", "Here-v0"), ("b", "There-v0"), ("c", "There-v0")):
         shutil.copytree(runs / "whole", tmp_path / name, symlinks=True)
@@ -178,7 +209,7 @@ MISTAKES: list[tuple[Callable[[Path], Any], str]] = [
     (lambda runs: go.train(runs / "lost", resume=True), "recipe.yaml is not there"),
     (lambda runs: go.compare_runs([runs / "a-s0"]), "nothing to compare"),
     (lambda runs: go.compare_runs([runs / "a-s0", runs / "sweep" / ".." / "a-s0"]), "two differ"),
-    (lambda runs: go.compare_runs([runs / "a-s0", runs / "nothing"]), "no such run"),
+    (lambda runs: go.compare_runs([runs / "nothing"]), "no such run"),
     (lambda runs: go.compare_runs([runs / "a-s0", runs / "no-run"]), "logged nothing yet"),
     (lambda runs: go.compare_runs([runs / "a-s0", runs / "damaged"]), "unknown option 'stepz'"),
     (lambda runs: go.compare_runs([runs / "a-s0", runs / "a-s1"], out="x.pdf"), "with .png or"),

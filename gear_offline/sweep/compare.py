@@ -1,29 +1,34 @@
 """Runs side by side: a table as a sweep's, and their curves in one picture.
 
-Settings are named by the options that the runs' recipes differ in, as a sweep names them.
+Runs are grouped by the options that their recipes differ in, but the seed.  Labels come afterwards:
+these options as a sweep names them, or the names of the runs where that is too long.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from gear_offline.config.files import flat
+from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import OptimizerSettings
+from gear_offline.config.strict_yaml import dump_yaml
 from gear_offline.core.files import check_new_file, writing
 from gear_offline.core.text import Document
 from gear_offline.errors import InputError, given_path
 from gear_offline.progress import Printed, Terminal
+from gear_offline.runs.directory import RESUMABLE
 from gear_offline.runs.run import Run, open_run
 from gear_offline.sweep.report import plot_curves
 from gear_offline.sweep.results import SeedTable, TrialResult, make_table, read_result
-from gear_offline.sweep.trials import SweepDirectory, Trial, settings_label, trial_name
+from gear_offline.sweep.trials import SweepDirectory, Trial, settings_labels, trial_name
 from gear_offline.training.json_lines import last_record
 
-LONGEST_LABEL = 80  # characters; beyond that the directory's name tells more
-NO_SETTINGS = ("name", "description", "seed", "train.threads")
+LONGEST_LABEL = 80  # characters; beyond that a directory's name tells more
+NO_SETTINGS = {"name", "seed", *RESUMABLE} - {"train.steps"}  # none of them changes a step
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -89,6 +94,7 @@ def compare_runs(
         for run in named
         for path in _runs_in(given_path(run, "RUN_NOT_FOUND", where="runs"))
     }
+    opened = [open_run(path) for path in paths.values()]
     if len(paths) < 2:
         remedy = "name two different runs or more, or a sweep; `gear-offline runs ls` lists them"
         raise InputError("USAGE", "there is nothing to compare", remedy=remedy)
@@ -96,7 +102,6 @@ def compare_runs(
     if plot is not None and plot.suffix not in (".png", ".svg"):
         remedy = "let its name end with .png or .svg"
         raise InputError("USAGE", "a picture of this format is not made", str(plot), remedy)
-    opened = [open_run(path) for path in paths.values()]
     if plot is not None:
         check_new_file(plot, overwrite=overwrite)
     results = [
@@ -141,22 +146,61 @@ def _without_returns(results: Sequence[TrialResult]) -> list[TrialResult]:
 
 
 def _trials(runs: Sequence[Run]) -> list[Trial]:
-    """Return each run as a trial, set apart by the options in which its recipe differs."""
+    """Return each run as a trial: grouped by its settings first, labelled afterwards.
+
+    Where all runs have one setting, each is a row; those of one setting and seed are two settings.
+    """
     recipes = [run.recipe for run in runs]
-    seeds, options = [r.seed for r in recipes], [flat(r.to_dict()) for r in recipes]
+    seeds, options = [recipe.seed for recipe in recipes], _options(recipes)
     auto = OptimizerSettings()  # what it comes to is no setting of its own
     if all(auto.warmup(r.train.steps) == r.optimizer.warmup_steps for r in recipes):
         options = [own | {"optimizer.warmup_steps": "auto"} for own in options]
-    keys = dict.fromkeys(key for own in options for key in own if key not in NO_SETTINGS)
+    keys = dict.fromkeys(key for own in options for key in own)
     differing = [key for key in keys if any(own.get(key) != options[0].get(key) for own in options)]
     settings = [{key: own[key] for key in differing if key in own} for own in options]
-    pairs = zip(settings, seeds, strict=True)
-    labels = [settings_label(own) or trial_name("", seed) for own, seed in pairs]
-    is_told_apart = len(set(zip(labels, seeds, strict=True))) == len(runs)
-    if not is_told_apart or max(map(len, labels)) > LONGEST_LABEL:
-        names = [run.name for run in runs]
-        labels = names if len(set(names)) == len(runs) else [str(run.path) for run in runs]
-    return [
-        Trial(name=run.name, label=label, recipe=recipe, settings=setting)
-        for run, label, recipe, setting in zip(runs, labels, recipes, settings, strict=True)
+    groups: list[Any] = [dump_yaml(own) for own in settings]
+    stems = [
+        run.name.removesuffix(f"s{seed}").rstrip("-,") or run.path.resolve().parents[1].name
+        for run, seed in zip(runs, seeds, strict=True)
     ]
+    if not differing:
+        groups = list(range(len(runs)))
+    elif len(set(zip(groups, seeds, strict=True))) < len(runs):
+        groups = list(zip(groups, stems, strict=True))
+    pairs = zip(settings_labels(settings), seeds, strict=True)
+    named = zip(runs, stems, groups, strict=True)
+    namings = (
+        [label or trial_name("", seed) for label, seed in pairs],
+        [stem if groups.count(group) > 1 else run.name for run, stem, group in named],
+        [str(run.path) for run in runs],
+    )
+    for labels in namings:
+        label_of = dict(reversed([*zip(groups, labels, strict=True)]))  # that of its first run
+        if len({*label_of.values()}) == len(label_of) and max(map(len, labels)) <= LONGEST_LABEL:
+            break
+    return [
+        Trial(name=run.name, label=label_of[group], recipe=recipe, settings=setting)
+        for run, group, recipe, setting in zip(runs, groups, recipes, settings, strict=True)
+    ]
+
+
+def _options(recipes: Sequence[Recipe]) -> list[dict[str, Any]]:
+    """Return the dotted options that make each recipe's setting, where one part has one name."""
+    names, options = dict[tuple[str, str], str](), []
+    for recipe in recipes:
+        parts = dict[str, str]()
+        for name, digest in recipe.parts.items():
+            key, taken = (name.rpartition(":")[2], digest or name), names.values()
+            names.setdefault(key, f"{name} {digest[-8:]}" if name in taken else name)
+            parts[name] = names[key]
+        own = flat(_replaced(recipe.to_dict() | {"parts": {}}, parts))
+        options.append({key: own[key] for key in own if key not in NO_SETTINGS})
+    return options
+
+
+def _replaced(value: Any, names: Mapping[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _replaced(item, names) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_replaced(item, names) for item in value]
+    return names.get(value, value) if isinstance(value, str) else value

@@ -24,6 +24,7 @@ from gear_offline.config.files import flat
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.strict_yaml import dump_yaml, parse_yaml, typed_value, whole_number
 from gear_offline.core.files import LOCK, HeldDirectory, read_regular, write_file
+from gear_offline.core.parts import is_part
 from gear_offline.core.text import first_line, plain
 from gear_offline.errors import InputError, given_path
 
@@ -81,7 +82,11 @@ def make_trials(
         label = settings_label(settings)
         name, label = trial_name(label, own.seed), label or own.name
         trials.append(Trial(name=name, label=label, recipe=own, settings=settings))
-    return trials
+    labels = settings_labels([trial.settings for trial in trials])
+    return [
+        trial.model_copy(update={"label": label or trial.label})
+        for trial, label in zip(trials, labels, strict=True)
+    ]
 
 
 def trial_name(label: str, seed: int) -> str:
@@ -139,6 +144,18 @@ def settings_label(settings: Mapping[str, Any]) -> str:
     return ", ".join(
         f"{name}={_text(value)}" for name, value in zip(shown, settings.values(), strict=True)
     )
+
+
+def settings_labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a label of each setting; files stand there without their folders, if that is clear."""
+    whole = [settings_label(each) for each in settings]
+    bare = [settings_label({key: _bare(item) for key, item in each.items()}) for each in settings]
+    return bare if len(set(bare)) == len(set(whole)) else whole
+
+
+def _bare(value: Any) -> Any:
+    place = value.rpartition(":")[0] if is_part(value) else ""
+    return value.rpartition(os.sep)[2] if place.endswith(".py") else value
 
 
 def _text(value: Any) -> str:
