@@ -27,6 +27,53 @@ OUT_OF_MEMORY = (
 # at most 200 characters of module:namespace/name-vN
 ENVIRONMENT_ID = re.compile(r"(?!.{201})(?:[\w.]+:)?(?:[\w:-]+/)?[\w:.-]+", re.ASCII)
 
+# an option of a command with what can only be its value; other programs' commands stay as they are
+_OPTION = re.compile(
+    r"(?P<command>`[^`]*`|\b(?:gear-offline|pip|torchrun|docker|ray start) [^;`]*)"
+    r"|(?<![\w-])--(?P<name>(?!debug|json|nproc)[a-z]+(?:-[a-z]+)*)"
+    r"(?: (?P<value>'[^']*'|(?=[^\s;)]*[^a-z\s;)(,.'-])[^\s;)]*[^\s;),.:]"
+    r"|(?:none|done-only|terminals|actions)\b))?"
+)
+_SWITCHES = ("allow-nonfinite", "exact", "overwrite", "private", "resume", "train")
+_callers = ["Python"]
+
+
+@contextmanager
+def at_the_command_line() -> Iterator[None]:
+    """Word messages for a caller who types options, not for one who writes Python."""
+    _callers.append("command line")
+    try:
+        yield
+    finally:
+        _callers.pop()
+
+
+def for_caller(text: str) -> str:
+    """Return a message with its options as keyword arguments, unless they are typed."""
+    return text if _callers[-1] == "command line" else _OPTION.sub(_argument, text)
+
+
+def _argument(option: re.Match[str]) -> str:
+    """Return the keyword argument that an option of the command line is in Python."""
+    if option["command"]:
+        return option["command"]
+    name, value = option["name"].replace("-", "_"), (option["value"] or "").strip("'")
+    if name == "shard_size":
+        name = "shard_bytes"
+    if name == "ends" and value:  # every function that reads a source has a rule
+        name = "rule"
+    if option["name"] in _SWITCHES:
+        return f"{name}=True"
+    parts = value.split(",")
+    if name in ("columns", "discrete") and value:
+        return f"{name}={parts}"
+    if name in ("rename", "shift") and value:
+        pairs = (part.rpartition("=") for part in parts)
+        return f"{name}={ {old: int(new) if new.isdecimal() else new for old, _, new in pairs} }"
+    if name == "targets" and value:
+        return f"{name}=[{', '.join(parts)}]"
+    return f"{name}={value if value.isdecimal() else repr(value)}" if value else name
+
 
 class GearError(Exception):
     """An error with a stable code, a place and a remedy.
@@ -54,7 +101,7 @@ class GearError(Exception):
         advice = f"; {remedy}" if remedy else ""
         # What, where and the remedy in one line.  Not a property: torch gives exceptions of
         # workers whose class has a `message` back by that keyword.
-        self.message = " ".join(f"{what}{place}{advice}".split())
+        self.message = for_caller(" ".join(f"{what}{place}{advice}".split()))
         super().__init__(code, what, where, remedy)
 
     def __str__(self) -> str:

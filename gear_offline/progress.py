@@ -22,6 +22,7 @@ from rich.text import Text
 
 from gear_offline.core.files import Closing
 from gear_offline.core.text import count_text, printable, say, short, size_text
+from gear_offline.errors import for_caller
 
 PLAIN_SECONDS = 10.0  # between two plain lines
 DRAWS_PER_SECOND = 5
@@ -137,7 +138,7 @@ class Progress(Closing):
     def say(self, line: str) -> None:
         """Print a line above the bar."""
         if self._live is not None:
-            for text in line.split("\n"):
+            for text in for_caller(line).split("\n"):
                 self._live.console.print(text, soft_wrap=True)
         else:
             say(line, quiet=self._quiet)

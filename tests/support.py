@@ -151,7 +151,8 @@ def refused(
         for column in opened.spec:
             opened.read(column.name, 0, opened.spec.steps)
     error = caught.value
-    assert error.code.startswith(code) and words in str(error) and error.remedy, str(error)
+    assert error.code.startswith(code) and error.remedy, str(error)
+    assert words in f"{error} {error.remedy}", str(error)
     assert "\n" not in str(error)
     return error
 

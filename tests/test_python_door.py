@@ -12,11 +12,12 @@ import pytest
 from torch.utils.data import DataLoader
 
 import gear_offline as go
+from gear_offline.cli.main import main
 from gear_offline.config.sections import LoaderSettings, SelectionSettings
 from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.evaluation.play import EvaluationTask
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
-from tests.support import Patch, make_dataset, one_error
+from tests.support import Captured, Patch, make_dataset, one_error
 
 DOOR: Any = go  # what type checkers would refuse already
 
@@ -77,6 +78,35 @@ def test_an_error_is_one_line_with_code_place_and_remedy() -> None:
     assert (error.code, error.exit_code) == ("A_CODE", 2)
     assert str(GearError("A_CODE", "it is wrong")) == "[A_CODE] it is wrong"
     assert str(pickle.loads(pickle.dumps(error))) == str(error), "workers send theirs"
+
+
+@pytest.mark.parametrize(
+    ("option", "argument"),
+    [
+        ("accept them (--allow-nonfinite)", "accept them (allow_nonfinite=True)"),
+        ("--rule 'steps=N' cuts them", "rule='steps=N' cuts them"),
+        ("give --ends starts:index", "give rule='starts:index'"),
+        ("--columns a=x/y,b; see", "columns=['a=x/y', 'b']; see"),
+        ("--rename x=rewards takes it", "rename={'x': 'rewards'} takes it"),
+        ("--shift actions=1,rewards=1 puts", "shift={'actions': 1, 'rewards': 1} puts"),
+        ("say them: --targets 3600,1800", "say them: targets=[3600, 1800]"),
+        ("another --environment-options", "another environment_options"),
+        ("any --rule does", "any rule does"),
+        ("`gear-offline train a--b --resume`", "`gear-offline train a--b --resume`"),
+        ("more (docker --ulimit memlock=-1)", "more (docker --ulimit memlock=-1)"),
+    ],
+)
+def test_python_is_told_arguments(option: str, argument: str) -> None:
+    assert InputError("A_CODE", "wrong", remedy=option).message == f"wrong; {argument}"
+
+
+def test_a_command_is_told_options(folder: Path, capsys: Captured) -> None:
+    file = folder.parent / "there.hdf5"
+    file.write_text("")
+    assert main(["export", str(folder), str(file)]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    with one_error("OUTPUT_EXISTS", "overwrite=True"):
+        go.export_hdf5(folder, file)
 
 
 def test_doors_take_a_run_for_a_path() -> None:

@@ -263,7 +263,7 @@ def test_datasets_of_a_file_get_other_names(tmp_path: Path) -> None:
         "actions": np.zeros(3),  # hidden by the one that takes its name
     }
     file = write(tmp_path / "mine.hdf5", columns)
-    with pytest.raises(InputError, match="--rename NAME=observations"):
+    with pytest.raises(InputError, match=r"rename=\{'NAME': 'observations'\}"):
         open_source(file)
     wanted = ["observations=obs", "actions=act", "rewards = r", "dones=end"]
     options: dict[str, Any] = {"workers": 2, "shard_bytes": 300, "quiet": True}

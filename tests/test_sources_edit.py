@@ -388,7 +388,7 @@ def test_names_in_the_wrong_order_are_said_the_other_way_round(tmp_path: Path) -
             file[name] = rows
     options: dict[str, Any] = {"quiet": True, "rule": "terminals"}
     renamed = {"observations": "state", "actions": "cmd"}
-    with one_error("COLUMN", "--rename state=observations"):
+    with one_error("COLUMN", "rename={'state': 'observations'}"):
         go.convert(tmp_path / "lab.h5", tmp_path / "a", rename=renamed, **options)
     with one_error("COLUMN", "new name stands first: observations=state"):
         go.convert(tmp_path / "lab.h5", tmp_path / "a", columns=["state=observations"], **options)

@@ -226,7 +226,7 @@ def test_groups_that_have_other_names_say_how_to_name_them(tmp_path: Path) -> No
     columns = {f"ep{n}/{name}": steps(3) for n in range(3) for name in ("action", "state")}
     columns["meta/mean"] = steps(2)
     path = write(tmp_path / "x.h5", columns)
-    refused(path, "COLUMN", "found: action, state; other names: --rename NAME=observations")
+    refused(path, "COLUMN", "found: action, state; other names: rename={'NAME': 'observations'}")
     names = {"observations": "state"}
     refused(path, "COLUMN", "state; other names: --rename NAME=actions", names=names)
     names |= {"actions": "action"}

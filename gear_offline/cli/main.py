@@ -47,7 +47,7 @@ from gear_offline.cli.values import (
 )
 from gear_offline.core.text import count_text, typed
 from gear_offline.distributed import is_first_process
-from gear_offline.errors import GearError, InputError
+from gear_offline.errors import GearError, InputError, at_the_command_line
 
 FIRST_RECIPES = ("smoke", "cartpole", "demo", "maze-goals", "paper")  # of the list
 
@@ -575,6 +575,11 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = [word for word in arguments if word != "--debug"]  # anywhere on the line
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
+    with at_the_command_line():
+        return _run(arguments, debug)
+
+
+def _run(arguments: list[str], debug: bool) -> int:
     try:
         result: Any = app(args=arguments, prog_name="gear-offline", standalone_mode=False)
         print(end="", flush=True)  # here its errors can still be told

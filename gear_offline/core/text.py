@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gear_offline.errors import for_caller
+
 MOST_CHARACTERS = 900  # of the line of an error
 LEAST = 5  # seeds or episodes of which an interval is shown: of fewer it says nothing
 LONGEST_NUMBER = 14  # characters; a longer one was computed, not typed
@@ -23,7 +25,7 @@ def say(message: str, *, quiet: bool = False) -> None:
     warnings that change what the result means and that no result keeps.
     """
     if not quiet and sys.stderr is not None:  # None: of a daemon, for which print takes stdout
-        lines = map(printable, message.split("\n"))  # names of files are others' text
+        lines = map(printable, for_caller(message).split("\n"))  # names of files are others' text
         print("\n".join(lines), file=sys.stderr, flush=True)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from gear_offline.config.problems import nearest
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray
-from gear_offline.errors import InputError, check_environment_id
+from gear_offline.errors import InputError, check_environment_id, for_caller
 from gear_offline.sources.base import Piece, Source, SourceInfo
 from gear_offline.sources.columns import common_columns, row_kinds
 from gear_offline.sources.combine import turned
@@ -94,7 +94,7 @@ def from_episodes(
         note = f"no column is named {OBSERVATIONS}, which training takes unless "
         note += f"loader.observations names others: {', '.join(kinds)}"
         notes.append(note + _renames(kinds))
-        warnings.warn(notes[-1], stacklevel=2)
+        warnings.warn(for_caller(notes[-1]), stacklevel=2)
     facts = dict(attributes or {})
     info = SourceInfo(
         uri=name, format="arrays", rule="episodes", environment_id=environment, attributes=facts

@@ -62,7 +62,7 @@ def split_episodes(
     for name, (tells, remedy) in unnamed.items():
         if not np.isin(tells, last).all():
             what = f"{name} tells of {tells.size:,} episodes, and {rule} of {last.size:,} others"
-            remedy = remedy or f"give --ends {name}, in Python rule={name!r}"
+            remedy = remedy or f"give --ends {name}"
             raise misfit(what, where, f"{remedy}; or keep these by --rule '{rule}'")
     lengths = np.diff(last, prepend=np.int64(-1))
     terminated = parsed.terminated(last, lengths, true)
@@ -102,7 +102,7 @@ def _likely(
 def _no_rule(marks: list[str], where: str) -> InputError:
     remedy = f"give --rule 'steps=N', or none; flags are called terminals, timeouts, dones{PADDED}"
     if marks:
-        remedy = f"give --ends {marks[0]}; in Python rule={marks[0]!r}"
+        remedy = f"give --ends {marks[0]}"
     return InputError("COLUMN", "no column tells where episodes end", where, remedy)
 
 
