@@ -8,10 +8,9 @@ and listed in docs/reference/errors.md; messages may change.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -155,16 +154,6 @@ def check_environment_id(name: str | None, *, where: str = "") -> None:
     if name is not None and not ENVIRONMENT_ID.fullmatch(name):
         what = f"{name[:60]!r} cannot be the id of a Gymnasium environment"
         raise InputError("ENVIRONMENT", what, where, "ids look like Hopper-v5 or namespace/Name-v0")
-
-
-def json_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return an environment's options as a recipe or a file gives them back."""
-    try:
-        return dict(json.loads(json.dumps(options or {}, default=lambda value: value.tolist())))
-    except (TypeError, ValueError, AttributeError) as error:
-        what = f"{options!r:.80} are no numbers, texts, lists and mappings of them by name"
-        remedy = "write {'g': 1.0}; register an environment that takes other objects by itself"
-        raise InputError("ENVIRONMENT", what, "environment_options", remedy) from error
 
 
 def together(gather: Callable[[Any], list[Any]], make: Callable[[], Any]) -> list[Any]:

@@ -5,15 +5,27 @@ import os
 import re
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock, patch
 
+import h5py
 import pytest
 
 import gear_offline as go
+from gear_offline.evaluation.environments import make_environment
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.prepare import resolve
 from gear_offline.tables.shared import SharedMemory
 from tests.checkpoint_support import write_run
-from tests.support import ROOT, failing_code, make_dataset, one_error, run_python
+from tests.support import (
+    ROOT,
+    Captured,
+    failing_code,
+    make_dataset,
+    one_error,
+    run_python,
+    write_hdf5,
+)
 from tests.training_support import tiny_recipe
 
 NOBODY = 65534
@@ -84,6 +96,62 @@ def test_a_file_names_no_module_to_import(
     with one_error("ENVIRONMENT", "SystemExit: imported"):
         named = {"data.path": str(dataset.path), "evaluate": {"environment": name}}
         go.train(run, named, resume=True, quiet=True)
+
+
+def wrapper(name: str, **kwargs: Any) -> dict[str, Any]:
+    return {"name": name, "entry_point": f"gymnasium.wrappers:{name}", "kwargs": kwargs}
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"additional_wrappers": [wrapper("FrameStackObservation", stack_size=40)]}, "is 40"),
+        ({"additional_wrappers": [wrapper("DelayObservation", delay=3e7)]}, "beyond 16"),
+        ({"additional_wrappers": [wrapper("ResizeObservation", shape=[9, 10**6])]}, "1,000,000"),
+        ({"additional_wrappers": [wrapper("RepeatAction", num_repeats=2)]}, "none of the plain"),
+        ({"additional_wrappers": [wrapper("FlattenObservation")] * 2}, "there twice"),
+        ({"additional_wrappers": [wrapper("ClipReward")] * 200}, "more than 16,384 characters"),
+        ({"additional_wrappers": ["x"]}, "is no mapping"),
+        ({"max_episode_steps": 10**12}, "max_episode_steps is 1,000,000,000,000"),
+        ({"g": {"a": [0, [1e9]]}}, "g a is 1,000,000,000"),
+        ({"g": 10**400}, "g is "),
+        ({"render_mode": "human"}, "a path or a window"),
+        ({"xml_file": "/dev/zero"}, "'/dev/zero', a path"),
+    ],
+)
+@pytest.mark.parametrize("plays", [True, False])
+def test_a_file_makes_no_large_environment(
+    options: dict[str, Any], problem: str, plays: bool, tmp_path: Path, capfd: Captured
+) -> None:
+    """The environment of a file is made with a short list of options; the user types others."""
+    with h5py.File(write_hdf5(tmp_path / "a.hdf5"), "a") as file:
+        file.attrs["env_id"], file.attrs["env_options"] = "Pendulum-v1", json.dumps(options)
+    go.convert(tmp_path / "a.hdf5", tmp_path / "d", quiet=True)
+    dataset, how = go.open_dataset(tmp_path / "d"), f"evaluate.episodes={int(plays)}"
+    made = Mock(side_effect=AssertionError("it is made"))
+    with patch("gymnasium.make", made):
+        resolved, _ = resolve(tiny_recipe(dataset.path, how), dataset)
+        assert problem in capfd.readouterr().err
+        with one_error("ENVIRONMENT", "a file alone names the options"):
+            evaluate(write_run(tmp_path / "run", options=options), quiet=True)
+    assert resolved.evaluate.environment == (None if plays else "Pendulum-v1")
+
+
+def test_a_user_types_what_a_file_may_not_ask_for(tmp_path: Path) -> None:
+    options = {"additional_wrappers": [wrapper("FrameStackObservation", stack_size=40)]}
+    run = write_run(tmp_path / "run", options=options)
+    with one_error("ENVIRONMENT", "stack_size is 40, beyond 16") as caught:
+        evaluate(run, quiet=True)
+    typed = re.search(r"environment_options='(.*?)' with", caught.value.remedy)
+    assert typed
+    for _ in range(2):  # it is made, and does not fit the model
+        with one_error("ENVIRONMENT", "120 observation values"):
+            evaluate(run, environment_options=json.loads(typed[1]), quiet=True)
+        with one_error("ENVIRONMENT", "120 observation values"):
+            evaluate(run, quiet=True)  # as he has typed them before
+    go.load_recipe("smoke", {"evaluate.environment_options": {"g": 5000.0}})
+    with make_environment("Pendulum-v1", {"g": 5000.0}) as environment:
+        assert environment.raw.get_wrapper_attr("g") == 5000.0
 
 
 def test_the_source_has_no_way_to_run_what_it_reads() -> None:

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from gear_offline.collect.record import Player, episode_plan
+from gear_offline.config.environment_options import typed_options
 from gear_offline.convert.append import Appender
 from gear_offline.core.parts import admit, part_name, readmit
 from gear_offline.core.text import Document, count_text, say
 from gear_offline.core.types import Array
-from gear_offline.errors import InputError, given_path, json_options
+from gear_offline.errors import InputError, given_path
 from gear_offline.evaluation.environments import Known, known_of, probe, say_left_out, say_version
 from gear_offline.models.policy import Policy
 from gear_offline.progress import Progress
@@ -111,7 +112,7 @@ def act(
     if name is None or (target is None and targets is None):
         what = "the run names no environment to play in, or no return to ask for"
         raise InputError("ENVIRONMENT", what, str(path), "give --environment and --target")
-    how = json_options(environment_options)
+    how = typed_options(environment_options)
     if name == recipe.evaluate.environment:
         known_options = recipe.evaluate.environment_options or {}
         how = known_options if environment_options is None else how

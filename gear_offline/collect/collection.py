@@ -23,11 +23,12 @@ from gear_offline.collect.policies import (
     train_with_library,
 )
 from gear_offline.collect.record import RECORD, Crew, EpisodePlan, EpisodePolicy, episode_plan
+from gear_offline.config.environment_options import typed_options
 from gear_offline.core.parts import admit, part_name
 from gear_offline.core.system import usable_cores, versions
 from gear_offline.core.text import Document, count_text, say
 from gear_offline.core.types import Array
-from gear_offline.errors import GearError, InputError, given_path, json_options
+from gear_offline.errors import GearError, InputError, given_path
 from gear_offline.evaluation.environments import is_atari, say_version
 from gear_offline.export import Hdf5Writer, new_hdf5
 from gear_offline.progress import Progress
@@ -165,7 +166,7 @@ def collect(
     if of_library or (processes is None and policy != "ars" and steps < PARALLEL_STEPS):
         processes = 1  # a library's model stays in the process that trained it
     with new_hdf5(out, overwrite=overwrite) as writer:
-        how, several = json_options(environment_options), min(usable_cores(), MAX_PROCESSES)
+        how, several = typed_options(environment_options), min(usable_cores(), MAX_PROCESSES)
         with Crew(environment, how, processes=processes or several) as crew:
             say_version(environment, quiet=quiet)
             source: ars.Training | EpisodePolicy

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from pydantic import ValidationError, model_validator
 
+from gear_offline.config.environment_options import beyond_bounds, options_name
 from gear_offline.config.files import Overrides, apply_overrides, find_recipe, is_of_run, with_bases
 from gear_offline.config.problems import option_text
 from gear_offline.config.sections import (
@@ -139,12 +140,22 @@ class Recipe(Section):
         return tuple(dict.fromkeys(filter(None, names)))
 
     @property
+    def _large_options(self) -> Iterator[str]:
+        """Names of environments' options that a file alone may not ask for."""
+        tasks = list((self.data.tasks or {}).values())
+        makers = [self.data.collect, *(task.collect for task in tasks)]
+        for section in (self.evaluate, *tasks, *filter(None, makers)):
+            options = section.environment_options or {}
+            if beyond_bounds(options):
+                yield options_name(options)
+
+    @property
     def part_names(self) -> tuple[str, ...]:
         """The parts that it names from elsewhere, each once."""
         named = list(_strategies(self.selection.model_dump()))
         for task in (self.data.tasks or {}).values():
             named += _strategies(task.selection.model_dump() if task.selection else {})
-        listed = (*self.train.trackers, *self.train.callbacks)
+        listed = (*self.train.trackers, *self.train.callbacks, *self._large_options)
         names = (self.model.kind, *named, *self.environments, *listed)
         return tuple(dict.fromkeys(filter(is_part, names)))
 
@@ -257,6 +268,8 @@ def read_recipe(path: Path, overrides: Overrides = (), *, where: str = "") -> Re
 
 
 def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        yield options_name(value)
     if isinstance(value, (Mapping, list, tuple)):
         for part in value.values() if isinstance(value, Mapping) else value:
             yield from _leaves(part)

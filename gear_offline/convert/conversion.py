@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from gear_offline.config.environment_options import typed_options
 from gear_offline.convert.shards import (
     REWARDS,
     Opening,
@@ -58,7 +59,7 @@ from gear_offline.dataset.scores import (
 )
 from gear_offline.dataset.shard import RESERVED_NAMES, digest
 from gear_offline.dataset.statistics import distribution
-from gear_offline.errors import InputError, check_environment_id, given_path, json_options
+from gear_offline.errors import InputError, check_environment_id, given_path
 from gear_offline.progress import Progress
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source, SourceInfo
@@ -318,7 +319,7 @@ def _environment(
     is_same = known is None or is_same_environment(environment, known)
     how = info.environment_options if is_same else {}
     if options is not None:
-        how = json_options(options)
+        how = typed_options(options)
     name = environment or info.environment_id
     return RecordedEnvironment(id=name, options=dict(how), reference_scores=scores)
 

@@ -37,16 +37,19 @@ import numpy as np
 import psutil
 from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
 
+from gear_offline.config.environment_options import beyond_bounds, options_name
 from gear_offline.core.files import Closing
 from gear_offline.core.parts import (
     Kind,
     admits_module,
     check_admitted,
+    digest_of,
     find_part,
     is_admitted,
     is_importable,
     own_lines,
     part_module,
+    readmit,
 )
 from gear_offline.core.text import first_line, say
 from gear_offline.core.types import Array
@@ -292,11 +295,27 @@ def make_environment(
         check_admitted(ENVIRONMENTS, environment_id)
         own = maker_of(environment_id)
         spec = EnvSpec(id=re.sub(r"\W", "_", name), entry_point=own) if own else name
+    _check_options(environment_id, options or {})
     how = {**(options or {}), **more}
     columns = how.pop("observation_columns", None) or {}
     with chdir("."):  # it may go elsewhere, where our paths lead nowhere
         raw = guarded(environment_id, "making it", _make, environment_id, spec, how)
     return Environment(environment_id, raw, columns)
+
+
+def _check_options(environment_id: str, options: Options) -> None:
+    """Refuse options beyond the bounds of a file's that the user has not typed."""
+    problem, name = beyond_bounds(options), options_name(options)
+    if problem is None or is_admitted(name):
+        return
+    readmit({name: digest_of(name)})  # as he typed them before
+    if not is_admitted(name):
+        text = json.dumps(options)
+        text = f"'{text}'" if len(text) < 200 else "..."
+        what = f"a file alone names the options that it is made with, and {problem}"
+        remedy = f"if you trust them, type them: evaluate.environment_options={text} with train "
+        remedy += "and sweep, else --environment-options; {} makes it without"
+        raise InputError("ENVIRONMENT", what, environment_id, remedy)
 
 
 def maker_of(name: str) -> Any:

@@ -10,12 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gear_offline.config.environment_options import typed_options
 from gear_offline.core.files import check_new_file, write_error
 from gear_offline.core.parts import admit, part_name
 from gear_offline.core.text import say
 from gear_offline.core.torch_state import torch_threads
 from gear_offline.distributed.world import resolve_device
-from gear_offline.errors import GearError, InputError, given_path, json_options
+from gear_offline.errors import GearError, InputError, given_path
 from gear_offline.evaluation.environments import say_left_out, say_version
 from gear_offline.evaluation.play import (
     EvaluationTask,
@@ -98,7 +99,7 @@ def evaluate(
         trained = find_trained(run, checkpoint, model=model)
     environment = part_name(environment)
     admit([environment])
-    how = None if environment_options is None else json_options(environment_options)
+    how = None if environment_options is None else typed_options(environment_options)
     tasks = _chosen_tasks(trained, environment, how, targets)
     if environment in (None, trained.recipe.evaluate.environment):
         say_left_out(how, trained.recipe.evaluate.environment_options)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from gear_offline.core.text import count_text
@@ -36,11 +37,11 @@ def open_hdf5(file: Hdf5File, asked: Asked) -> Source:
     if d4rl:
         facts |= {"family": d4rl.family.name, "family_from": d4rl.evidence}
     environment = d4rl.environment if d4rl else attributes.get("env_id")
-    options = dict[str, Any]()
-    with suppress(TypeError, ValueError):
-        options |= json.loads(attributes.get("env_options", ""), parse_constant=str)
+    options, whole = dict[str, Any](), partial[Any](file.attribute, "/")
+    with suppress(TypeError, ValueError, RecursionError):
+        options |= json.loads(whole("env_options"), parse_constant=str)
     with suppress(TypeError, ValueError):  # of what was exported
-        edits = dict(json.loads(attributes.get("edits", "")))
+        edits = dict(json.loads(whole("edits")))
         facts |= {name: edits[name] for name in EDITS if isinstance(edits.get(name), list)}
     source = table_source(
         file.datasets,

@@ -276,7 +276,7 @@ def _check_room(size: int, where: Path) -> None:
 def _environment(metadata: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
     """Return the id and the options of the environment to evaluate in; nothing of it is made."""
     for key in ("eval_env_spec", "env_spec"):
-        with suppress(KeyError, TypeError, ValueError, AttributeError):
+        with suppress(KeyError, TypeError, ValueError, AttributeError, RecursionError):
             spec = json.loads(metadata[key], parse_constant=str)
             options = {n: v for n, v in (spec.get("kwargs") or {}).items() if n != "render_mode"}
             more = {n: spec[n] for n in ("max_episode_steps", "additional_wrappers") if spec.get(n)}
