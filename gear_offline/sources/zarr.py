@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 import zipfile
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,9 @@ from gear_offline.sources.flat import table_source
 from gear_offline.sources.input_files import InputFile, by_number
 
 MAX_CHUNKS, MAX_BYTES = 1 << 22, 512 << 20  # of a chunk, or of all that are not there
-SAFE = "store numbers, without pickles or shards of blosc, in chunks of about 1 MiB"
+MAX_HEADER_BYTES = 16 << 20
+HEADERS = (".zarray", ".zattrs", ".zgroup", ".zmetadata", "zarr.json")
+SAFE = "store numbers in chunks of about 1 MiB"
 USUAL = {"actions": "action", "rewards": "reward", "observations": "state"}
 
 
@@ -34,15 +37,20 @@ def open_zarr(path: Path, asked: Asked) -> Source:
     places = sorted(path.rglob("*"), key=by_number) if path.is_dir() else [path]
     files = tuple(InputFile.find(place) for place in places if not place.is_dir())
     archive = None if path.is_dir() else zipfile.ZipFile(path)
-    names = archive.namelist() if archive else [str(place.relative_to(path)) for place in places]
-    root: Any = zipfile.Path(archive) if archive else path
+    sizes = {str(file.path.relative_to(path)): file.identity[2] for file in files}
+    if archive:
+        sizes = {entry.filename: entry.file_size for entry in archive.infolist()}
     store: Any = zarr.storage.ZipStore(path, mode="r") if archive else path
-    nodes = sorted({n.rpartition("/")[0] for n in names if n.endswith((".zarray", "zarr.json"))})
-    if not {".zgroup", "zarr.json"} & {*names}:
+    headers = [name for name in sizes if name.split("/")[-1] in HEADERS]
+    if not {".zgroup", "zarr.json"} & {*headers}:
         raise InputError("SOURCE_READ", "no zarr store", str(path), "unpack a zip of anything else")
+    for name in headers:
+        if sizes[name] > MAX_HEADER_BYTES:
+            raise InputError("SOURCE_UNSAFE", f"a header of {sizes[name]:,} bytes", name, SAFE)
+    nodes = sorted({n.rpartition("/")[0] for n in headers if n.endswith((".zarray", "zarr.json"))})
     with warnings.catch_warnings(action="ignore"):
         group = zarr.open_group(store, mode="r", use_consolidated=False)
-        stored = {name: _rows(root, group, name) for name in filter(None, nodes)}
+        stored = {name: _rows(sizes, group, name) for name in filter(None, nodes)}
     arrays = {name.removeprefix("data/"): array for name, array in stored.items() if array}
     ends = next((name for name in arrays if name.split("/")[-1] == "episode_ends"), None)
     rule = asked.rule or (ends and f"ends:{ends}")
@@ -57,33 +65,41 @@ def open_zarr(path: Path, asked: Asked) -> Source:
     return source
 
 
-def _rows(root: Any, group: Any, name: str) -> SimpleNamespace | None:
-    """Return an array as `table_source` takes it, with the number of chunks that are not there."""
+def _rows(sizes: Mapping[str, int], group: Any, name: str) -> SimpleNamespace | None:
+    """Return an array as `table_source` takes it, with the number of chunks that are not there.
+
+    `sizes` are the bytes of each file of the store.
+    """
+    from gear_offline.sources.zarr_codecs import CodecNotRead, bounded_metadata
+
     try:
         array = group[name]
+        if not hasattr(array, "shape"):
+            return None  # a group
+        bounded = bounded_metadata(array.metadata)
     except ValueError as error:
-        if type(error).__name__ != "UnknownCodecError":
+        if not isinstance(error, CodecNotRead) and type(error).__name__ != "UnknownCodecError":
             raise
         return SimpleNamespace(shape=None, dtype=None, type_name=str(error), missing=0)
-    if not hasattr(array, "shape"):
-        return None  # a group
     dtype, shape, rows, missing = np.dtype(array.dtype), array.shards or array.chunks, 1, 0
     if can_be_column(array.shape, dtype):
-        size, codecs = prod(shape) * dtype.itemsize, str(array.metadata.to_dict()).lower()
-        grid = [-(-n // c) for n, c in zip(array.shape, shape, strict=True)]
-        rows, is_blosc = max(READ_BYTES // size, 1) * shape[0], "blosc" in codecs
-        is_safe = prod(grid) <= MAX_CHUNKS and "pickle" not in codecs  # which runs what it loads
-        is_safe &= not (is_blosc and array.shards)
+        size = prod(shape) * dtype.itemsize
+        grid, parts = (
+            [-(-n // c) for n, c in zip(array.shape, chunk, strict=True)]
+            for chunk in (shape, array.chunks)
+        )
+        rows, is_safe = max(READ_BYTES // size, 1) * shape[0], prod(parts) <= MAX_CHUNKS
+        most = 2 * size + 4096 + 32 * prod(shape) // prod(array.chunks)  # with an index of parts
+        largest = 0
         for place in np.ndindex(*grid) if is_safe else ():
-            chunk = root / array.path / array.metadata.encode_chunk_key(place)
-            missing += not chunk.exists()
-            if is_blosc and chunk.exists():  # it reads on behind the end of one that is cut short
-                with chunk.open("rb") as file:
-                    if int.from_bytes(file.read(16)[12:], "little") != file.seek(0, 2):
-                        raise ValueError(f"a chunk of {array.path} is cut short")
-        if not is_safe or size * max(missing, 1) > MAX_BYTES:
-            what = f"an array {array.shape} in {prod(grid):,} chunks {shape}, {missing:,} missing,"
+            stored = sizes.get(f"{array.path}/{array.metadata.encode_chunk_key(place)}")
+            missing += stored is None
+            largest = max(largest, stored or 0)
+        if not is_safe or largest > most or size * max(missing, 1) > MAX_BYTES:
+            what = f"an array {array.shape} in {prod(grid):,} chunks {shape}, {missing:,} missing, "
+            what += f"at most {largest:,} bytes stored of one,"
             raise InputError("SOURCE_UNSAFE", f"{what} is not accepted", array.path, SAFE)
+    array = type(array).from_dict(array.store_path, bounded)
     return SimpleNamespace(
         read=lambda start, stop: np.asarray(array[start:stop], dtype.newbyteorder("=")),
         shape=array.shape,
