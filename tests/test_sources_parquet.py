@@ -267,3 +267,76 @@ def test_one_number_an_episode_is_a_column(tmp_path: Path) -> None:
         assert source.terminated.tolist() == [False, True, False, False]
         convert(source, tmp_path / "d", where="task < 3", quiet=True)
     assert open_dataset(tmp_path / "d").episodes.lengths.tolist() == [4, 7]
+
+
+def arrow(path: Path, table: Any, **options: Any) -> Path:
+    """Write batches of three rows as a file of Arrow, or as a stream."""
+    new = pa.ipc.new_file if path.suffix == ".arrow" else pa.ipc.new_stream
+    settings = pa.ipc.IpcWriteOptions(**options)
+    with new(str(path), table.schema, options=settings) as writer:
+        writer.write_table(table, max_chunksize=3)
+    return path.rename(path.with_suffix(".arrow"))
+
+
+IDS = pa.array(["long" * 9] * 4 + ["b"] * 6).dictionary_encode()
+
+
+@pytest.mark.parametrize("codec", [None, "lz4", "zstd"])
+@pytest.mark.parametrize("name", ["x.arrow", "x.stream"])
+def test_arrow_batches_and_a_dictionary(tmp_path: Path, name: str, codec: str | None) -> None:
+    path = arrow(tmp_path / name, steps_table(IDS), compression=codec)
+    with open_source(path, rule="ids:episode_id") as source:
+        assert source.episodes.lengths.tolist() == [4, 6]
+        read = source.read("observations", 2, 10)
+        np.testing.assert_array_equal(read, np.arange(4.0, 20.0).reshape(8, 2))
+
+
+def test_a_stream_that_is_cut_between_batches_is_refused(tmp_path: Path) -> None:
+    path = arrow(tmp_path / "x.stream", steps_table(IDS))
+    content = path.read_bytes()
+    with pa.ipc.open_stream(content) as reader:
+        first = len(reader.schema.serialize())
+    marks = [n for n in range(first, len(content)) if content[n : n + 4] == b"\xff" * 4]
+    for end in (*marks, len(content) - 8, len(content) - 4):
+        path.write_bytes(content[:end])
+        refused(path, "SOURCE_READ", rule="ids:episode_id")
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd"])
+@pytest.mark.parametrize("new", ["new_file", "new_stream"])
+def test_a_batch_that_unpacks_to_far_more_is_refused(tmp_path: Path, new: str, codec: str) -> None:
+    zeros = pa.array(np.zeros(20_000_000, np.float32))
+    table = pa.table({"observations": zeros, "actions": zeros, "rewards": zeros})
+    path, options = tmp_path / "x.arrow", pa.ipc.IpcWriteOptions(compression=codec)
+    with getattr(pa.ipc, new)(str(path), table.schema, options=options) as writer:
+        writer.write_table(table)
+    pa.default_memory_pool().release_unused()
+    before = pa.total_allocated_bytes()
+    error = refused(path, "SOURCE_UNSAFE", "unpack to 240,000,000 at once", rule="none")
+    assert str(path) in error.where and pa.total_allocated_bytes() - before < 1 << 20
+
+
+def test_a_group_of_rows_that_unpacks_to_far_more_is_refused(tmp_path: Path) -> None:
+    zeros = pa.array(np.zeros(40_000_000, np.float32))
+    options = {"compression": "zstd", "use_dictionary": ["actions"], "data_page_size": 1 << 30}
+    rows: Any = {"observations": zeros, "actions": zeros}
+    path = write(tmp_path / "x.parquet", rows, None, row_group_size=len(zeros), **options)
+    refused(path, "SOURCE_UNSAFE", "unpack to", rule="none")
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_long_texts_that_repeat_are_kept_once(tmp_path: Path, form: str) -> None:
+    count = 40_000
+    ids = pa.DictionaryArray.from_arrays(np.arange(count) // (count // 2), ["x" * 90_000, "y"])
+    zeros = pa.array(np.zeros(count, np.float32))
+    table = pa.table({"observations": zeros, "actions": zeros, "episode_id": ids})
+    path = tmp_path / f"x.{form}"
+    if form == "arrow":
+        with pa.ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table)
+    else:
+        pq.write_table(table, path)
+    before = pa.default_memory_pool().max_memory()
+    with open_source(path, rule="ids:episode_id") as source:
+        assert source.episodes.lengths.tolist() == [count // 2, count // 2]
+    assert pa.default_memory_pool().max_memory() - before < 200 << 20

@@ -15,6 +15,7 @@ from tests.support import refused
 
 zarr = pytest.importorskip("zarr", reason="needs pip install 'gear-offline[zarr]'")
 from numcodecs import Delta, FixedScaleOffset, get_codec  # noqa: E402
+
 ENDS = np.array([4, 9, 10])
 ROWS: dict[str, Any] = {
     "data/action": np.arange(20, dtype=np.float32).reshape(10, 2) + 1,

@@ -32,6 +32,7 @@ from gear_offline.sources.base import Asked, Piece, Source, SourceInfo, own_scor
 from gear_offline.sources.columns import Kinds, common_columns, row_kinds
 from gear_offline.sources.hdf5 import SUFFIXES, Hdf5File
 from gear_offline.sources.input_files import InputFile, files_in, misfit, reading_errors
+from gear_offline.sources.parquet import ArrowFile, ParquetFile
 
 MAIN_FILE, METADATA_FILE = "main_data.hdf5", "metadata.json"
 MAX_METADATA_BYTES = 64 << 20
@@ -251,7 +252,8 @@ def _data_files(data: Path, metadata: Mapping[str, Any]) -> tuple[InputFile, ...
     files: list[InputFile] = []
     for number in range(int(metadata["total_episodes"])):
         paths = [p for p in sorted((data / str(number)).glob("*")) if p.name != METADATA_FILE]
-        files += map(InputFile.find, paths)
+        opened = ArrowFile if kind == "arrow" else ParquetFile  # which bound what is unpacked
+        files += [opened(path).file for path in paths]
         with _reading(data / str(number)):
             rows = pyarrow.dataset.dataset([str(path) for path in paths], format=kind)
             _check_room(rows.count_rows() * sum(_width(f.type) for f in rows.schema), data)

@@ -20,6 +20,7 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, Int64Array
 from gear_offline.dataset.scores import dataset_of_file
 from gear_offline.errors import InputError, package_needed
+from gear_offline.sources.arrow_messages import MAGIC, read_batches
 from gear_offline.sources.base import Asked, Piece, Source, SourceInfo
 from gear_offline.sources.columns import row_kinds, split_names
 from gear_offline.sources.flags import chosen_flags
@@ -29,6 +30,9 @@ from gear_offline.sources.row_marks import MARK, row_marks
 
 ARROW = (".arrow", ".feather")
 BATCH_VALUES, BATCH_ROWS = 1 << 22, 1 << 20  # of a batch; run lengths make billions of few bytes
+BATCH_TEXTS = 256  # values of any size: a dictionary may repeat a long one
+MAX_UNPACKED_BYTES = 128 << 20  # at once, or else that much more than what is stored:
+MAX_BATCH_RATIO, MAX_GROUP_RATIO = 8, 256  # a group of rows is read page by page
 MAX_ROW_VALUES = 1 << 27
 MAX_EPISODES = 1 << 24  # of a file; each takes some tens of bytes
 
@@ -108,11 +112,14 @@ def open_parquet(path: Path, asked: Asked) -> Source:
 def _array(file: ParquetFile, name: str, kind: Any, by_step: bool) -> SimpleNamespace:
     """Return a column as `find_columns` takes it: of one row a step, or lists of an episode."""
     is_text = re.match("(dictionary<values=)?(large_)?string", str(kind))
-    read, first = Column(file, name).rows, np.empty(1, str if is_text else object)
+    column, first = Column(file, name), np.empty(1, str if is_text else object)
     if is_numeric(kind) and (by_step or is_list(kind)):
-        first = read(0, 1) if by_step else np.empty(1, "f4")
+        first = column.rows(0, 1) if by_step else np.empty(1, "f4")
+    column.close()
     shape = (file.rows, *first.shape[1:])
-    return SimpleNamespace(type_name=f"type {kind}", read=read, shape=shape, dtype=first.dtype)
+    return SimpleNamespace(
+        type_name=f"type {kind}", read=column.rows, shape=shape, dtype=first.dtype
+    )
 
 
 class ParquetFile:
@@ -129,11 +136,17 @@ class ParquetFile:
             self.firsts = np.cumsum([0, *(group.num_rows for group in groups)])
             self.rows = int(self.firsts[-1])
             # of each column the values of a row, before anything is decoded
-            self.widths = dict[str, int]()
+            self.widths, self.texts = dict[str, int](), set[str]()
             for group in groups if self.rows else ():
                 for part in map(group.column, range(group.num_columns)):
                     name, values = part.path_in_schema, part.num_values // max(group.num_rows, 1)
+                    if part.physical_type == "BYTE_ARRAY":
+                        values = max(values, BATCH_VALUES // BATCH_TEXTS)
+                        self.texts.add(name)
                     self.widths[name] = max(self.widths.get(name, 1), values)
+                    claimed, stored = part.total_uncompressed_size, part.total_compressed_size
+                    if claimed > max(MAX_UNPACKED_BYTES, MAX_GROUP_RATIO * stored):
+                        raise _too_much(claimed, stored, f"{path}: {name}")
 
     def batches(self, name: str, row: int = 0) -> Iterator[tuple[int, Any]]:
         """Yield a column as Arrow arrays with their first rows, from the group of `row` on."""
@@ -145,7 +158,8 @@ class ParquetFile:
         group = int(np.searchsorted(self.firsts[1:-1], row, side="right"))
         first, size = int(self.firsts[group]), max(1, min(BATCH_VALUES // width, BATCH_ROWS))
         numbers = range(group, len(self.firsts) - 1)
-        with self.reading(), self.file.open() as raw, self._open(raw) as opened:
+        options = {"read_dictionary": [name] if name in self.texts else []}  # each is kept once
+        with self.reading(), self.file.open() as raw, self._open(raw, **options) as opened:
             for batch in opened.iter_batches(size, numbers, [name], use_threads=False):
                 yield first, batch.column(name)
                 first += len(batch)
@@ -160,8 +174,15 @@ class ArrowFile(ParquetFile):
         self.file, self._ipc = InputFile.find(path), pyarrow.ipc
         self.reading = partial(reading_errors, "arrow", path)
         with self.reading(), self.file.open() as raw:
+            batches = read_batches(raw, self.file.identity[2])
             self.schema, _ = self._opened(raw)
-            self.rows = sum(len(values) for _, values in self.batches(self.schema.names[0]))
+        rows = [batch for batch in batches if not batch.is_dictionary]
+        self.rows = sum(batch.rows for batch in rows)
+        dictionaries = [batch for batch in batches if batch.is_dictionary]  # all are kept
+        for kept in (*([batch] for batch in rows), dictionaries):
+            claimed, stored = (sum(getattr(b, n) for b in kept) for n in ("claimed", "stored"))
+            if claimed > max(MAX_UNPACKED_BYTES, MAX_BATCH_RATIO * stored):
+                raise _too_much(claimed, stored, path)
 
     def batches(self, name: str, row: int = 0) -> Iterator[tuple[int, Any]]:
         """Yield a column as Arrow arrays with their first rows, from the first one on."""
@@ -174,16 +195,21 @@ class ArrowFile(ParquetFile):
 
     def _opened(self, raw: Any, *fields: int) -> tuple[Any, Iterable[Any]]:
         """Return the schema, and the batches of some fields or all."""
-        is_file, end = raw.read(6) == b"ARROW1", raw.seek(-8, 2) and raw.read(8)
+        raw.seek(0)
+        is_file = raw.read(len(MAGIC)) == MAGIC
         raw.seek(0)
         options = self._ipc.IpcReadOptions(included_fields=[*fields])
         if is_file:
             file = self._ipc.open_file(raw, options=options)
             return file.schema, map(file.get_batch, range(file.num_record_batches))
-        if end != b"\xff\xff\xff\xff\0\0\0\0":
-            raise ValueError("the stream has no end")
         stream = self._ipc.open_stream(raw, options=options)
         return stream.schema, stream
+
+
+def _too_much(claimed: int, stored: int, where: Path | str) -> InputError:
+    what = f"{stored:,} bytes unpack to {claimed:,} at once"
+    remedy = "write smaller batches: max_chunksize=10_000 of Arrow, row_group_size of parquet"
+    return InputError("SOURCE_UNSAFE", what, str(where), remedy)
 
 
 class Column:
@@ -239,8 +265,10 @@ def step_rows(values: Any, name: str, path: Path) -> Array:
         values = values.flatten()
     if values.null_count and not is_floating(values.type):  # those become NaN
         raise misfit(f"{count_text(values.null_count, 'value')} missing (null)", where, remedy)
-    rows: Array = values.to_numpy(zero_copy_only=False).reshape(steps, *shape)
-    return rows
+    texts = getattr(values, "dictionary", None)  # each of which is decoded once
+    rows: Array = (values if texts is None else values.indices).to_numpy(zero_copy_only=False)
+    rows = rows if texts is None else texts.to_numpy(zero_copy_only=False)[rows]
+    return rows.reshape(steps, *shape)
 
 
 def _lengths(lists: Any) -> Int64Array:
