@@ -46,7 +46,8 @@ def run(*, quick: bool = False) -> dict[str, Any]:
         for model in MODELS:
             for seed in range(1 if quick else 5):
                 own: dict[str, Any] = {"model.kind": model, "seed": seed, "data.collect": None}
-                own["data.path"] = str(data)
+                own |= {"data.path": str(data), "model.hidden_size": 64, "model.dropout": 0.0}
+                own["model.max_timestep"] = 1000
                 scores, seconds = _scores(options | own, Path(folder) / f"{model}-{seed}")
                 last = scores[-1]
                 reached = seconds[-1] if last["return"] >= RETURN else None

@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from gear_offline.config.problems import nearest, problem_text
-from gear_offline.config.sections import ModelSettings, OwnModelSettings, inherit, option_names
+from gear_offline.config.sections import ModelSettings, OwnModelSettings, option_names
 from gear_offline.core.parts import (
     Kind,
     calling_part,
@@ -397,7 +397,6 @@ def typed_settings(settings: ModelSettings) -> Any:
     wanted = model_class(settings.kind).Settings
     options, known = settings.model_dump(mode="json"), option_names(wanted)
     common = {name: options.pop(name, None) for name in ModelSettings.model_fields}
-    common.pop("inherited")
     for name in options:
         if name not in known:
             near = nearest(name, known)
@@ -405,7 +404,6 @@ def typed_settings(settings: ModelSettings) -> Any:
             hint += "" if near else ", ".join(f"model.{n}" for n in known)
             raise InputError("RECIPE", f"unknown option 'model.{name}', {hint}", "model")
     options |= {name: value for name, value in common.items() if name in known}
-    options = inherit(wanted, settings.inherited or {})[0] | options
     try:
         return TypeAdapter(wanted).validate_json(json.dumps(options))
     except ValidationError as error:

@@ -17,7 +17,7 @@ import torch
 
 import gear_offline as go
 from gear_offline.cli.main import main
-from gear_offline.config.sections import MLPSettings
+from gear_offline.config.sections import DecoupledSettings, MLPSettings
 from gear_offline.core import parts
 from gear_offline.kernels.cuda_module import capturing
 from gear_offline.models.base import ModelFacts
@@ -453,72 +453,25 @@ def test_options_of_a_model_are_refused_with_the_nearest_name(own: Path) -> None
         train("run", model__kind="mpl")
 
 
-def test_another_kind_inherits_the_options_that_it_takes(own: Path, capsys: Captured) -> None:
-    (own / "sized.py").write_text("""
-from dataclasses import dataclass
-import torch
-import gear_offline as go
-
-class Sized(go.SequenceModel):
-    @dataclass
-    class Settings:
-        hidden_size: int = 5
-        dropout: str = "none"
-
-    def __init__(self, facts, settings):
-        super().__init__()
-        self.maps = torch.nn.Linear(facts.state_dim, settings.hidden_size)
-        self.action = torch.nn.Linear(settings.hidden_size, facts.action_dim)
-
-    def predict(self, batch):
-        return torch.tanh(self.action(self.maps(batch.states)))
-""")
-    kept = {"hidden_size": 24, "dropout": 0.25}
-    words = [f"model.{name}={value}" for name, value in kept.items()]
-    base = go.load_recipe("smoke", [*words, "model.heads=2", "model.activation=gelu_new"])
+def test_another_kind_starts_from_its_own_defaults(own: Path) -> None:
+    base = go.load_recipe("smoke", {"model.hidden_size": 24, "model.heads": 2})
     (own / "base.yaml").write_text(base.to_yaml())
-    taken: dict[str, dict[str, Any]] = {
-        "decoupled": kept | {"heads": 2, "activation": "gelu_new"},
-        "mlp": kept | {"activation": "gelu_new"},
-        "sized.py:Sized": {"hidden_size": 24, "dropout": "none"},
-    }
-    lacks = {
-        "decoupled": "",
-        "mlp": "mlp does not take it: model.heads=2,",
-        "sized.py:Sized": "Sized does not take it: model.layers=",
-    }
-    for kind, expected in taken.items():
-        out = f"run-{kind[:3]}"
-        changes = {**options(), "evaluate.episodes": 0, "model.kind": kind}
-        words = [f"{key}={value}" for key, value in changes.items() if key[:5] != "selec"]
-        assert main(["train", "base.yaml", *words, "--out", out]) == 0
-        said = capsys.readouterr().err
-        assert said.count("does not take it") == bool(lacks[kind]) and lacks[kind] in said
-        again = go.train("base.yaml", words, out=out, resume=True, quiet=True)
-        assert not capsys.readouterr().err
-        settings: Any = again.policy(device="cpu").model.settings
-        assert {name: getattr(settings, name) for name in expected} == expected
-        assert "inherited" not in (own / out / "recipe.yaml").read_text()
+    (own / "mine.yaml").write_text("base: base.yaml\nmodel: {kind: mlp, layers: 1}\n")
+    typed = base.replace({"model.layers": 1, "model.kind": "mlp"})
+    for recipe in (go.load_recipe("mine.yaml"), typed):
+        assert recipe.model == MLPSettings(layers=1)
+    words = ["model.layers=1", "model.kind=decoupled"]
+    assert go.load_recipe("base.yaml", words).model == DecoupledSettings(layers=1)
     with one_error("RECIPE", "unknown option 'model.heads' of mlp, `recipes"):
         go.load_recipe("base.yaml", {"model.kind": "mlp", "model.heads": 2})
-    with one_error("RECIPE", "unknown option 'model.heads'"):
-        go.train("base.yaml", {**options(model__kind="sized.py:Sized"), "model.heads": 2}, out="x")
-    mlp = base.replace({"model.kind": "mlp", "model.layers": 1})
-    assert mlp.model.layers == 1 and mlp.replace({"model.kind": "decoupled"}).model.heads == 2
 
 
-def test_a_sweep_over_kinds_says_once_what_each_drops(own: Path, capsys: Captured) -> None:
-    changes = {**options(), "model.heads": 1, "evaluate.episodes": 0, "train.steps": 3}
-    changes = {key: value for key, value in changes.items() if key[:5] != "selec"}
-    del changes["model.kind"]
-    (own / "base.yaml").write_text(go.load_recipe("smoke", changes).to_yaml())
-    result = go.sweep(
-        "base.yaml", {"model.kind": ["mlp", "decoupled"]}, seeds=2, out="sweep", parallel=1
-    )
-    assert capsys.readouterr().err.count("does not take it: model.heads=1") == 1
-    sizes = {trial.path.name: go.open_run(trial.path).recipe for trial in result.trials}
-    size = go.load_recipe("smoke").model.hidden_size
-    assert len(sizes) == 4 and {recipe.model.hidden_size for recipe in sizes.values()} == {size}
+def test_recipes_of_runs_that_inherited_options_are_read(own: Path) -> None:
+    recipe = go.load_recipe("smoke", {"model.kind": "mlp"})
+    old = recipe.to_dict()
+    old["model"]["inherited"] = {"heads": 2}
+    (own / "old.yaml").write_text(json.dumps(old))
+    assert go.load_recipe("old.yaml") == recipe
 
 
 def test_a_file_of_other_content_is_another_part(own: Path) -> None:

@@ -1,4 +1,4 @@
-"""Recipe files: the ones that come with gear-offline, inheritance by ``base:``, overrides."""
+"""Recipe files: the ones that come with gear-offline, bases by ``base:``, overrides."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from gear_offline.config.problems import nearest
-from gear_offline.config.sections import MODELS, OwnModelSettings, inherit
 from gear_offline.config.strict_yaml import read_yaml, typed_value
 from gear_offline.core.files import LOCK, check_new_file, write_file, writing
 from gear_offline.core.parts import is_part, is_same
@@ -58,7 +57,7 @@ def apply_overrides(options: dict[str, Any], overrides: Overrides) -> dict[str, 
     if not is_same(changed["evaluate.environment"], before):  # these belong to the one before
         dependent = ("evaluate.reference", "evaluate.environment_options")
         pairs[:0] = [(key, None) for key in dependent if key not in changed]
-    # another strategy or model changes the options that there are, so it comes first
+    # another strategy or model drops the options that there are, so it comes first
     for key, value in sorted(pairs, key=lambda pair: pair[0] not in KINDS):
         for part in reversed(key.split(".")):
             value = {part: value}
@@ -166,7 +165,7 @@ def _pairs(overrides: Overrides) -> Iterator[tuple[str, Any]]:
 def _merge(below: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     """Return `below` with the options of `top` laid over it, section by section.
 
-    Another strategy drops the options of the one before, another model inherits them.
+    Another strategy or kind of model drops the options of the one before.
     """
     merged = dict(below)
     for key, value in top.items():
@@ -175,11 +174,6 @@ def _merge(below: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
         if sections and (kind := OWN_OPTIONS.get(key)) in value:  # each has its own options
             default = "decision_transformer" if key == "model" else None
             sections = is_same(value[kind], under.get(kind, default))
-            if key == "model" and not sections:
-                before = {**(under.get("inherited") or {}), **under}
-                own = {n: v for n, v in before.items() if n not in (kind, "inherited")}
-                taken, left = inherit(MODELS.get(str(value[kind]), OwnModelSettings), own)
-                value = {**taken, "inherited": left, **value}
         merged[key] = _merge(under, value) if sections else value
     return merged
 

@@ -184,6 +184,10 @@ class Recipe(Section):
     @classmethod
     def parse(cls, value: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
         """Build a recipe from nested mappings; `where` is what errors (``RECIPE``) name."""
+        model = value.get("model")
+        if isinstance(model, dict) and "inherited" in model:  # of a run of an older version
+            options = {name: option for name, option in model.items() if name != "inherited"}
+            value = {**value, "model": options}
         try:
             return cls.model_validate(value)
         except ValidationError as error:

@@ -7,9 +7,7 @@ is checked in `gear_offline.config.recipe`.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
 from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
@@ -21,12 +19,8 @@ from pydantic import (
     Discriminator,
     Field,
     JsonValue,
-    SerializerFunctionWrapHandler,
     Tag,
-    TypeAdapter,
-    ValidationError,
     field_validator,
-    model_serializer,
     model_validator,
 )
 
@@ -369,19 +363,12 @@ class ModelSettings(Section):
     """decision_transformer, decoupled, mlp, or FILE.py:Name; further options are its own."""
     max_timestep: Positive | None = None
     """Longest episode the model can place; null: the longest of the data and the environment."""
-    inherited: Annotated[dict[str, Any] | None, Field(repr=False)] = None
-    """Options of the recipe, which had another kind, that this one does not take."""
 
     asks_returns: ClassVar[Any] = False  # it cannot do without returns-to-go
     is_stochastic: ClassVar[Any] = False  # its actions can be drawn
     takes_tasks: ClassVar[Any] = False  # it can be trained on data of several tasks
     # blocks, their width, tokens of a step: what memory and FLOPs follow from; 0: unknown
     shape: ClassVar[Any] = (0, 0, 0)
-
-    @model_serializer(mode="wrap")
-    def _serialize(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        options: dict[str, Any] = serialize(self)
-        return {name: value for name, value in options.items() if name != "inherited" or value}
 
     def __str__(self) -> str:
         return self.kind
@@ -477,19 +464,7 @@ MODELS: dict[str, type[ModelSettings]] = {
 def option_names(settings: Any) -> list[str]:
     """Return the names of the options of a model, whose class pydantic can check."""
     names = getattr(settings, "model_fields", None) or settings.__dataclass_fields__
-    return [name for name in names if name != "inherited"]
-
-
-def inherit(settings: Any, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return those of another model's options that the class `settings` takes, and the others."""
-    adapter: TypeAdapter[Any] = TypeAdapter(settings)
-    taken = {name: options[name] for name in option_names(settings) if name in options}
-    try:
-        adapter.validate_json(json.dumps(taken))
-    except ValidationError as error:
-        for problem in error.errors():
-            taken.pop(str(*problem["loc"][:1]), None)
-    return taken, {name: value for name, value in options.items() if name not in taken}
+    return list(names)
 
 
 def _model_tag(value: Any) -> str:

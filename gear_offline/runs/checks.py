@@ -8,9 +8,8 @@ from importlib.util import find_spec
 from gear_offline.collect.policies import quality_parts
 from gear_offline.config.problems import nearest
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.sections import CollectSettings, ModelSettings, OwnModelSettings, inherit
+from gear_offline.config.sections import CollectSettings, ModelSettings, OwnModelSettings
 from gear_offline.core.parts import Kind, check_admitted, find_part, is_admitted
-from gear_offline.core.text import say
 from gear_offline.dataset.scores import dataset_names, reference_scores
 from gear_offline.errors import InputError, UnavailableError, check_environment_id
 from gear_offline.evaluation.environments import ENVIRONMENTS, maker_of, unregistered
@@ -25,15 +24,12 @@ NAMED_TRACKERS = {
 TRACKERS = Kind(noun="tracker", group="trackers", option="train.trackers", own=NAMED_TRACKERS)
 
 
-def check_recipe(recipe: Recipe, *, where: str = "", quiet: bool = False) -> None:
-    """Refuse names that nothing answers to (``RECIPE``, ``SELECTION``, ``ENVIRONMENT``).
-
-    It says what a model does not take of its recipe unless `quiet`.
-    """
+def check_recipe(recipe: Recipe, *, where: str = "") -> None:
+    """Refuse names that nothing answers to (``RECIPE``, ``SELECTION``, ``ENVIRONMENT``)."""
     for name in recipe.data.tasks or {}:
         single = recipe.of_task(name)
-        check_recipe(single, where=f"{where}: task {name}" if where else name, quiet=True)
-    check_model(recipe.model, quiet=quiet)
+        check_recipe(single, where=f"{where}: task {name}" if where else name)
+    check_model(recipe.model)
     check_selection(recipe, where)
     check_trackers(recipe.train.trackers)
     if recipe.data.collect is not None:
@@ -51,17 +47,12 @@ def check_recipe(recipe: Recipe, *, where: str = "", quiet: bool = False) -> Non
         raise InputError("RECIPE", what, where=where, remedy=remedy)
 
 
-def check_model(model: ModelSettings, *, quiet: bool = False) -> None:
-    """Refuse options that a model of somebody else does not take; say which it does not inherit."""
-    left = model.inherited or {}
+def check_model(model: ModelSettings) -> None:
+    """Refuse options that a model of somebody else does not take."""
     if isinstance(model, OwnModelSettings):
-        from gear_offline.models.base import model_class, typed_settings  # loads torch
+        from gear_offline.models.base import typed_settings  # loads torch
 
         typed_settings(model)
-        _, left = inherit(model_class(model.kind).Settings, left)
-    if left:
-        named = ", ".join(f"model.{name}={value}" for name, value in left.items())
-        say(f"dropped, as {model.kind} does not take it: {named}", quiet=quiet)
 
 
 def check_trackers(names: Iterable[str]) -> None:

@@ -178,8 +178,7 @@ def _differences(before: Recipe, now: Recipe, step: int, *, is_resolved: bool) -
     past = before.train.batch_of(step - 1) if step else -1
     for options, recipe in ((old, before), (new, now)):  # what is skipped later is free
         options["train.skip"] = [list(span) for span in recipe.train.skip if span[0] <= past]
-    unlike = ("parts.", "model.inherited")
-    free = {*RESUMABLE, *(key for key in {*old, *new} if key.startswith(unlike))}
+    free = {*RESUMABLE, *(key for key in {*old, *new} if key.startswith("parts."))}
     if now.optimizer.schedule != "constant":
         free.remove("train.steps")  # the learning rates of the steps done depend on it
     if is_there(now.data.path or ""):  # the loader's state has the digest of its data

@@ -235,7 +235,7 @@ def resolve(
     Doing it again to the result changes nothing.
     """
     settings = settings_dump(typed_settings(recipe.model))  # with the defaults of its own options
-    options = settings | recipe.model.model_dump() | {"inherited": None}
+    options = settings | recipe.model.model_dump()
     recipe = recipe.replace({"model": options})
     if isinstance(dataset, JointDataset):
         resolved, sizes = _resolve_tasks(recipe, dataset, quiet=quiet)

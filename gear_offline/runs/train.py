@@ -111,7 +111,7 @@ def train(
     text = f"{steps:,} steps" + (f", the first {warmup:,} of them warm-up" if warmup else "")
     say(f"{whole.name}: {text}; seed {whole.seed}", quiet=quiet)
     if is_first_process():
-        check_recipe(whole, where=f"recipe {whole.name}", quiet=quiet)
+        check_recipe(whole, where=f"recipe {whole.name}")
         data = whole.data
         if not (data.tasks or data.source or data.collect or (data.path and is_there(data.path))):
             raise no_data(data, before and before[1].folder)

@@ -149,7 +149,7 @@ def run_trials(
     if launched()[1] > 1:
         what, remedy = "a sweep runs in one process", "start it without torchrun"
         raise InputError("USAGE", what, remedy=remedy)
-    _check_trials(trials, parallel, quiet=quiet)
+    _check_trials(trials, parallel)
     with ExitStack() as stack:
         stack.callback(PROBED.reset, PROBED.set({}))
         pool = None if ray is None else stack.enter_context(RayPool(ray))
@@ -214,7 +214,7 @@ def run_trials(
         return _concluded(directory, file, quiet=quiet)
 
 
-def _check_trials(trials: Sequence[Trial], parallel: int | None, *, quiet: bool) -> None:
+def _check_trials(trials: Sequence[Trial], parallel: int | None) -> None:
     names = [trial.name for trial in trials]
     what, remedy = "", "give at least one value and seed, each once"
     if not trials:
@@ -227,11 +227,8 @@ def _check_trials(trials: Sequence[Trial], parallel: int | None, *, quiet: bool)
         what, remedy = f"{parallel} trials at a time", "give a number from 1"
     if what:
         raise InputError("USAGE", what, remedy=remedy)
-    kinds = set[str]()
     for trial in trials:
-        kind = trial.recipe.model.kind
-        check_recipe(trial.recipe, where=f"run {trial.name}", quiet=quiet or kind in kinds)
-        kinds.add(kind)
+        check_recipe(trial.recipe, where=f"run {trial.name}")
 
 
 def _prepared(
