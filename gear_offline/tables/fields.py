@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from math import prod
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic import Field as Checked
 
 from gear_offline.config.sections import LARGEST_TARGET
-from gear_offline.core.types import Array, Float32Array, Float64Array
+from gear_offline.core.types import Array, Float64Array
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.schema import ColumnSpec, channels_last
 from gear_offline.dataset.scores import RewardEdit
@@ -35,6 +35,8 @@ STD_FLOOR = 1e-6  # added to the deviation, as the paper's code does
 
 
 Moments = Annotated[tuple[Annotated[float, Checked(strict=True)], ...], Checked(strict=False)]
+Values = TypeVar("Values")  # an array, or a tensor where a graph is made
+METHODS = {"float16": "half", "float32": "float", "float64": "double"}  # of tensors
 
 
 class StateScales(BaseModel):
@@ -71,14 +73,18 @@ class StateScales(BaseModel):
             return None
         return np.array(self.state_mean), np.array(self.state_std) + STD_FLOOR
 
-    def states(self, observations: Array) -> Float32Array:
-        """Return (n, S) states of an environment's observations; float64, rounded once."""
-        if self.state_dtype is not None and observations.dtype.kind == "f":
-            observations = observations.astype(self.state_dtype)
-        if self.moments is not None:
-            mean, divisor = self.moments
-            observations = (observations.astype(np.float64) - mean) / divisor
-        return observations.astype(np.float32)
+    def states(self, observations: Values) -> Values:
+        """Return (..., S) states of an environment's observations; float64, rounded once."""
+        states: Any = observations
+        is_array, moments = isinstance(states, np.ndarray), self.moments
+        if self.state_dtype is not None and (not is_array or states.dtype.kind == "f"):
+            states = _cast(states, self.state_dtype)
+        if moments is not None:
+            states = _cast(states, "float64")
+            if not is_array:  # a graph takes them as constants
+                moments = tuple(states.new_tensor(each.tolist()) for each in moments)
+            states = (states - moments[0]) / moments[1]
+        return _cast(states, "float32")
 
 
 class ObservedColumn(StateScales):
@@ -128,9 +134,9 @@ class Window(Scales):
     context_length: Annotated[int, Checked(ge=1, le=65_536)]  # K
     gamma: Annotated[float, Checked(ge=0.0, le=1.0)] = 1.0  # discount of returns-to-go
 
-    def returns(self, targets: Float64Array) -> Float32Array:
-        """Return (n,) returns-to-go of asked returns, in the units of the data's rewards."""
-        return (targets / self.returns_scale).astype(np.float32)
+    def returns(self, targets: Values) -> Values:
+        """Return (...,) returns-to-go of asked returns, in the units of the data's rewards."""
+        return _cast(_cast(targets, "float64") / self.returns_scale, "float32")
 
     def rest(self, targets: Float64Array, rewards: Float64Array) -> Float64Array:
         """Return (n,) the asked returns at the next step, after `rewards` of the environment.
@@ -141,6 +147,11 @@ class Window(Scales):
             rewards = edit.apply(rewards)
         left = (targets - rewards) / self.gamma if self.gamma else targets
         return np.clip(left, -LARGEST_TARGET, LARGEST_TARGET)
+
+
+def _cast(values: Any, dtype: str) -> Any:
+    is_array = isinstance(values, np.ndarray)
+    return values.astype(dtype) if is_array else getattr(values, METHODS[dtype])()
 
 
 def standard_fields(

@@ -21,7 +21,6 @@ from gear_offline.core.torch_state import torch_defaults
 from gear_offline.errors import InputError, given_path, package_needed
 from gear_offline.models.base import calling_model
 from gear_offline.models.policy import Policy, acted
-from gear_offline.tables.fields import StateScales
 from gear_offline.training.trained import load_policy
 
 OPSET = 20
@@ -148,8 +147,7 @@ class _ActingModel(nn.Module):
         super().__init__()
         self.model, self.discrete = policy.model, policy.discrete
         self.asked = "goals" if policy.goals else "returns_to_go"
-        self._scale, self._last = policy.returns_scale, policy.max_timestep - 1
-        self._columns, self._length = policy.window.columns, policy.context_length
+        self._window, self._last = policy.window, policy.max_timestep - 1
 
     def forward(
         self,
@@ -158,46 +156,33 @@ class _ActingModel(nn.Module):
         asked: Tensor,
         timesteps: Tensor,
     ) -> Tensor:
-        first = self._columns[0]
+        first, *others = self._window.columns
         if self.model.facts.goals:
-            asked = self._normalized(first, asked)
+            asked = first.states(asked)
         else:
-            asked = (asked.double() / self._scale).float()[..., None]
+            asked = self._window.returns(asked)[..., None]
         named = observations if isinstance(observations, dict) else {first.name: observations}
-        states: Any = {c.name: self._normalized(c, named[c.name]) for c in self._columns}
-        features = self.model.remember(states if len(states) > 1 else states[first.name])
+        states: Any = {
+            c.name: c.states(rows) if (rows := named[c.name]).is_floating_point() else rows
+            for c in self._window.columns
+        }  # frames stay bytes
+        features = self.model.remember(states if others else states[first.name])
         timesteps, steps = timesteps.clamp(0, self._last), timesteps.shape[1]
         place = torch.full_like(timesteps[:, 0], steps - 1)
         inputs: list[Tensor] = [features, actions, asked, timesteps]
         if not self.model.short_windows:  # they are whole always
-            blanks = [x.new_zeros(x.shape[0], self._length - steps, *x.shape[2:]) for x in inputs]
+            left = self._window.context_length - steps
+            blanks = [x.new_zeros(x.shape[0], left, *x.shape[2:]) for x in inputs]
             inputs = [torch.cat(pair, 1) for pair in zip(inputs, blanks, strict=True)]
         features, actions, asked, timesteps = inputs
         return acted(self.model, features, actions, asked, timesteps, place)
-
-    def _normalized(self, column: StateScales, states: Tensor) -> Tensor:
-        if not states.is_floating_point():  # frames
-            return states
-        states = states.to(_dtype(column))
-        if column.moments is not None:
-            mean, scale = (
-                torch.tensor(values.tolist(), dtype=torch.float64) for values in column.moments
-            )
-            states = (states.double() - mean) / scale
-        return states.float()
-
-
-def _dtype(column: StateScales) -> torch.dtype:
-    """Return the type that observations are rounded to first."""
-    dtype: torch.dtype = getattr(torch, column.state_dtype or "float32")
-    return dtype
 
 
 def _example(policy: Policy, length: int) -> tuple[Any, ...]:
     """Return inputs of two environments, zeros."""
     shape, seen = (2, length), dict[str, Tensor]()
     for scales, column in zip(policy.window.columns, policy.columns.values(), strict=True):
-        kind = torch.float64 if _dtype(scales) == torch.float64 else torch.float32
+        kind = torch.float64 if scales.state_dtype == "float64" else torch.float32
         kind = torch.uint8 if column.frames == "uint8" else kind
         seen[scales.name] = torch.zeros((*shape, *column.state_shape), dtype=kind)
     observations: Any = seen if len(seen) > 1 else next(iter(seen.values()))
