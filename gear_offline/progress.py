@@ -111,13 +111,17 @@ class Progress(Closing):
         self._live: Live | None = None
 
     def __enter__(self) -> Progress:
+        self.start()
+        return self
+
+    def start(self) -> None:
+        """Show the line; `close` ends it."""
         if not self._quiet and sys.stderr is not None and sys.stderr.isatty():
             console = Terminal(stderr=True)
             self._live = Live(
                 self, console=console, refresh_per_second=DRAWS_PER_SECOND, redirect_stdout=False
             )
             self._live.start()
-        return self
 
     def update(self, done: int, **facts: str) -> None:
         """Show that `done` units are done, and `facts`, which stay; cheap enough for every step."""

@@ -448,15 +448,14 @@ def known_to(tasks: Sequence[EvaluationTask]) -> list[Known]:
 def play_job(
     caller: Caller,
     environments: Sequence[Known],
-    run: Path,
-    checkpoint: int | None,
+    checkpoint: Path,
     tasks: Sequence[EvaluationTask],
     device: str,
-    threads: int | None,
-    cores: int | None = 1,
+    threads: int,
+    cores: int | None,
 ) -> EvaluationReport:
-    """Read a model as `find_trained` does and play it: a job, with `threads` of torch."""
+    """Read a checkpoint and play it: a job, with `threads` of torch."""
     for known in environments:
         known.learn()
     with torch_threads(threads):
-        return play_tasks(find_trained(run, checkpoint), tasks, device, cores=cores)
+        return play_tasks(find_trained(checkpoint), tasks, device, cores=cores)

@@ -293,7 +293,7 @@ class RunEvaluations(Closing):
             if waiting.job is not None:
                 waiting.played = ended.get(waiting.job, waiting.played)
             elif plan.workers and not plan.thread and self.is_saved(step) and self._pool.has_room:
-                job = known, self._saver.path(step).absolute(), None, self._tasks, str(plan.device)
+                job = known, self._saver.path(step).absolute(), self._tasks, str(plan.device)
                 try:
                     play = f"{__name__}:play_nicely"
                     waiting.job = self._pool.submit(play, *job, plan.threads, plan.cores)

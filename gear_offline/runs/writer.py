@@ -56,7 +56,7 @@ class RunWriter(Closing):
         self._metrics = AppendedFile(self._path / "metrics.jsonl")
         self._progress, self._played_before = progress, len(evaluations.recorded)
         self._announce()
-        progress.__enter__()
+        progress.start()
 
     def _announce(self) -> None:
         learner, spec = self._learner, self._learner.loader.dataset.spec
