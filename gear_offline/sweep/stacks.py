@@ -37,6 +37,7 @@ from gear_offline.training.checkpoint import list_checkpoints
 from gear_offline.training.stack import stack_key, why_not_stacked
 
 MOST_IN_A_STACK = 16  # by default: more runs need memory and are hardly faster
+NOTED_EVERY = 8  # steps of a run, for the display
 
 
 def train_stacks(work: Work) -> None:
@@ -153,7 +154,8 @@ class _OpenStack(RunGroup, Closing):
     def advance(self) -> None:
         super().advance()
         for run in self.runs:
-            self._work.moved(self._members[run][0], run.learner.step)
+            if run.learner.step % NOTED_EVERY == 0:
+                self._work.moved(self._members[run][0], run.learner.step)
 
     def catch_up(self) -> Iterator[bool]:
         if not any(run.due() for run in self.runs):
