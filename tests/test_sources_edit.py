@@ -395,3 +395,31 @@ def test_names_in_the_wrong_order_are_said_the_other_way_round(tmp_path: Path) -
     swapped = {old: new for new, old in renamed.items()}
     manifest = go.convert(tmp_path / "lab.h5", tmp_path / "a", rename=swapped, **options)
     assert {"observations", "actions"} <= {column.name for column in manifest.spec}
+
+
+@pytest.mark.parametrize(("dtype", "base"), [("i8", 1 << 62), ("i8", -(1 << 62)), ("u8", 3 << 62)])
+def test_long_integers_are_compared_as_integers(tmp_path: Path, dtype: str, base: int) -> None:
+    numbers = [base + n for n in (0, 1, 3, 2)]
+    ids = np.repeat(np.array(numbers, dtype), [4, 6, 3, 5])
+    columns = {"observations": np.zeros((18, 2)), "actions": np.zeros((18, 1)), "eps_id": ids}
+    flag = np.append(ids[1:] != ids[:-1], True)  # whose value is long too
+    columns["terminals"] = np.where(flag, base + 1, base).astype(dtype)
+    expressions: dict[str, Callable[[int], bool]] = {
+        f"eps_id == {base + 1}": lambda n: n == base + 1,
+        f"{base} < eps_id <= {base + 2}": lambda n: base < n <= base + 2,
+        f"not eps_id - {base} == 3 and eps_id != {base}": lambda n: n - base not in (0, 3),
+        "eps_id % 2 == 1": lambda n: n % 2 == 1,
+        "eps_id > 1.5": lambda n: n > 1.5,
+    }
+    source = from_arrays(columns, rule=f"ids:eps_id|terminals={base + 1}")
+    assert source.episodes.lengths.tolist() == [4, 6, 3, 5] and source.terminated.all()
+    for expression, keeps in expressions.items():
+        right = [n for n in numbers if keeps(n)]
+        if not right:
+            with one_error("SELECTION", f"eps_id is {min(numbers)} to {max(numbers)}"):
+                edit.keep_episodes(expression, source, np.arange(4))
+            continue
+        kept = edit.keep_episodes(expression, source, np.arange(4))
+        assert [n for n, stays in zip(numbers, kept, strict=True) if stays] == right
+    with one_error("USAGE", "zero"):
+        edit.keep_episodes("eps_id // 0 == 1", source, np.arange(4))

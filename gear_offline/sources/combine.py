@@ -26,6 +26,7 @@ from gear_offline.dataset.schema import ColumnSpec, channels_last, chosen_episod
 from gear_offline.errors import InputError
 from gear_offline.sources.base import Piece, Source, SourceInfo
 from gear_offline.sources.columns import Kinds, common_columns, kinds_of, some_names, split_names
+from gear_offline.sources.flags import as_number
 from gear_offline.sources.input_files import InputFile, check_kind, misfit
 from gear_offline.sources.rules import split_values
 
@@ -203,7 +204,7 @@ def turned(source: Source, rule: str | None = None) -> Source:
     observed = [c for c in kept if c.dtype in (np.uint8, np.uint16)]
     turned = {c.name: channels_last(c.shape) for c in observed}
     first = {name: shape for name, shape in turned.items() if shape != source.spec[name].shape}
-    values = {n: float(value) for n, value in split_values(rule)[1].items() if n in source.spec}
+    values = {n: as_number(value) for n, value in split_values(rule)[1].items() if n in source.spec}
     if not (first or values):
         return source
 

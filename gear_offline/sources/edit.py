@@ -21,7 +21,7 @@ import numpy as np
 from gear_offline.config.problems import nearest
 from gear_offline.core.parts import Kind, admit, find_part, part_name
 from gear_offline.core.text import count_text, first_line
-from gear_offline.core.types import Array, BoolArray, Float64Array
+from gear_offline.core.types import Array, BoolArray
 from gear_offline.dataset.schema import fold_episodes
 from gear_offline.dataset.shard import digest
 from gear_offline.errors import InputError
@@ -35,6 +35,7 @@ from gear_offline.sources.input_files import misfit
 WINDOW_BYTES = 32 << 20  # of episodes that are in memory for a function; a longer one alone
 MOST_CHARACTERS = 1000  # of an expression
 MOST_SHIFT = 1000  # rows
+EXACT_INTEGER = 1 << 53  # up to which float64 holds each one
 _RETURN = "_return"  # Python keeps the word for itself
 _SHOWN = {_RETURN: "return"}
 _OPERATIONS: dict[Any, np.ufunc] = {ast.And: np.logical_and, ast.Or: np.logical_or}
@@ -201,13 +202,13 @@ def keep_episodes(expression: str, source: Source, numbers: Array) -> BoolArray:
             raise ValueError("it says nothing of episodes")
     except InputError as error:
         raise InputError(error.code, error.what, error.where or where, error.remedy) from error
-    except (SyntaxError, ValueError, MemoryError, RecursionError, OverflowError) as error:
+    except (SyntaxError, ValueError, ArithmeticError, MemoryError, RecursionError) as error:
         what = error.msg if isinstance(error, SyntaxError) else first_line(error)
         raise InputError("USAGE", what, where, remedy) from error
     if kept.size and not kept.any():
         what = f"none of {count_text(kept.size, 'episode')} is kept"
-        asked = ((_SHOWN.get(name, name), values.astype(float)) for name, values in facts.items())
-        ranges = "; ".join(f"{n} is {v.min():.6g} to {v.max():.6g}" for n, v in asked)
+        ends = ((_SHOWN.get(n, n), v.min().item(), v.max().item()) for n, v in facts.items())
+        ranges = "; ".join(f"{n} is {_number_text(a)} to {_number_text(b)}" for n, a, b in ends)
         raise InputError("SELECTION", what, where, ranges)
     return kept
 
@@ -216,7 +217,7 @@ def _value(node: ast.AST, facts: Mapping[str, Array]) -> Any:
     """Calculate a part of an expression: (E,), or one number for all."""
     match node:
         case ast.Constant(value=bool() | int() | float() as number):
-            return float(number)
+            return number
         case ast.Name(id=name):
             return facts[name]
         case ast.UnaryOp(op=operation, operand=operand):
@@ -233,9 +234,15 @@ def _value(node: ast.AST, facts: Mapping[str, Array]) -> Any:
 
 
 def _calculated(operation: ast.AST, *values: Any) -> Any:
+    """Calculate in float64, or by Python's integers where it does not hold them."""
     if type(operation) not in _OPERATIONS:
         raise ValueError(f"{type(operation).__name__} is not understood")
-    return _OPERATIONS[type(operation)](*(np.asarray(value, np.float64) for value in values))
+    function, arrays = _OPERATIONS[type(operation)], [np.asarray(value) for value in values]
+    wide = [a for a in arrays if a.dtype.kind in "iuO" and a.size]
+    is_long = any(a.max() > EXACT_INTEGER or a.min() < -EXACT_INTEGER for a in wide)
+    result = function(*(a.astype(object if is_long else np.float64) for a in arrays))
+    is_number = isinstance(operation, ast.USub | ast.operator)
+    return result if is_number else np.asarray(result, np.bool_)
 
 
 def _fact(source: Source, name: str, numbers: Array) -> Array:
@@ -257,19 +264,30 @@ def _fact(source: Source, name: str, numbers: Array) -> Array:
         what = f"unknown name {name!r}" + (f", did you mean {near!r}?" if near else "")
         remedy = f"names are {some_names(names)}, of columns those that stay in an episode"
         raise InputError("USAGE", what, remedy=remedy)
+    dtype = source.spec[name].dtype
+    limits = np.iinfo(dtype) if dtype.kind in "iu" else None
+    start, end = (limits.max, limits.min) if limits else (np.inf, -np.inf)
     # only of an episode of nothing but NaN: low is infinite, high NaN
-    low, high = _fold(source, name, np.fmin, np.inf), _fold(source, name, np.maximum, -np.inf)
+    low, high = _fold(source, name, np.fmin, start), _fold(source, name, np.maximum, end)
     if (changing := np.flatnonzero((low != high) & ~(np.isnan(high) & np.isinf(low)))).size:
         what = f"the column {name} changes in episode {changing[0]}"
         raise InputError("USAGE", what, remedy="name columns that do not")
     return high
 
 
-def _fold(source: Source, column: str, function: np.ufunc, start: float) -> Float64Array:
-    """Fold the numbers of each episode with a function of two, e.g. to their sum, (E,)."""
-    values, rows = np.full(source.spec.episodes, start), source.preferred_rows(column)
+def _fold(source: Source, column: str, function: np.ufunc, start: float) -> Array:
+    """Fold the numbers of each episode with a function of two, e.g. to their sum, (E,).
+
+    They are of the column's dtype where `start` is an integer, else float64.
+    """
+    dtype = source.spec[column].dtype if isinstance(start, int) else np.float64
+    values, rows = np.full(source.spec.episodes, start, dtype), source.preferred_rows(column)
     for begin in range(0, source.spec.steps, rows):
         block = source.read(column, begin, min(begin + rows, source.spec.steps))
-        block = block.reshape(-1).astype(np.float64)
+        block = block.reshape(-1).astype(dtype)
         fold_episodes(function, values, source.episodes.offsets, block, begin)
     return values
+
+
+def _number_text(number: float) -> str:
+    return f"{number:.6g}" if isinstance(number, float) else str(number)

@@ -86,9 +86,18 @@ def true_rows(
     """Return the rows at which a flag is true, or a column has a value."""
     parts = [np.zeros(0, np.int64)]
     for row, part in blocks_of(column):
-        hits = flag_values(part, name, where, row, flags) if value is None else part == float(value)
+        hits = (
+            flag_values(part, name, where, row, flags)
+            if value is None
+            else part == as_number(value)
+        )
         parts.append(np.flatnonzero(hits) + row)
     return np.concatenate(parts)
+
+
+def as_number(text: str) -> float:
+    """Return the number that a text names, a whole one exactly."""
+    return int(text) if text.lstrip("-").isdigit() else float(text)
 
 
 def blocks_of(column: Any) -> Iterator[tuple[int, Array]]:

@@ -85,13 +85,14 @@ def _counts_from(column: Any) -> float | None:
     """
     first: float | None = None
     rise: float | None = None
-    before, rises, repeats = np.zeros(0), 0, 0
+    dtype = np.float64 if column.dtype.kind == "f" else np.int64
+    before, rises, repeats = np.zeros(0, dtype), 0, 0
     for _, part in blocks_of(column):
-        steps = np.append(before, part.astype(np.float64))
-        first = float(steps[0]) if first is None else first
+        steps = np.append(before, part.astype(dtype))
+        first = steps[0].item() if first is None else first
         up = np.diff(steps)[steps[1:] != first]
         if up.size and rise is None:
-            rise = float(up[0])
+            rise = up[0].item()
         if rise is not None and (rise <= 0 or not (up == rise).all()):
             return None
         rises, repeats = rises + up.size, repeats + int((np.diff(steps) == 0).sum())
@@ -126,7 +127,8 @@ def unnamed_marks(table: Mapping[str, Any], rows: int) -> dict[str, tuple[Int64A
             continue
         if mark[3] == "0":
             first = _counts_from(column) if column.dtype.kind in "iuf" else None
-            own = None if first is None else MARK.fullmatch(f"first:{mark[2]}={first:.15g}")
+            text = f"{first:.15g}" if isinstance(first, float) else str(first)
+            own = None if first is None else MARK.fullmatch(f"first:{mark[2]}={text}")
             if own is None:
                 continue
             mark = own
