@@ -7,9 +7,13 @@ Shape legend: N rows, E episodes.
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -30,6 +34,12 @@ from gear_offline.sources.flags import as_number
 from gear_offline.sources.input_files import InputFile, check_kind, misfit
 from gear_offline.sources.rules import split_values
 
+CODES = "codes"  # attribute: by column the names of its numbers
+Codes = Mapping[str, str]  # number, as JSON has it, to name
+RECORDS = (CODES, "warnings", "left_out", "columns_from", "part_episodes", "parts", "reward_edits")
+RECORDS += ("picked", "options", "edits", "converted_from", "env_id", "env_options")
+FACTS = re.compile(r"fps|freq|hz$|\bdt$|\brate|env|robot|embodiment|task|units?$", re.IGNORECASE)
+MOST_SHOWN = 60  # characters of a value
 MOST_NAMED = 20  # parts that a joined source describes one by one
 
 
@@ -104,6 +114,9 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
         elif fact not in shared:
             kinds = ", ".join(sorted(set(map(str, values))))
             notes.append(f"the parts differ in {fact.replace('_', ' ')}: {kinds}")
+    alike, different = _compare_facts([info.attributes for info in infos])
+    codes, numbers, unknown = _join_codes(sources, columns)
+    notes += [*different, *unknown]
     tails = [(s.info.attributes.get("unfinished_tail_steps", 0), s.spec.steps) for s in sources]
     if cut := sum(0 < tail < steps for tail, steps in tails[:-1]):
         notes.append(f"{count_text(cut, 'part')} without an end of the last episode: truncated")
@@ -117,7 +130,10 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
         left_out = {**info.attributes.get("left_out", {}), **left_out}
         made_of |= info.attributes.get("columns_from", {})
     return Source(
-        [Piece(read=source.read, steps=source.spec.steps) for source in sources],
+        [
+            Piece(read=partial(_read_coded, source, tables), steps=source.spec.steps)
+            for source, tables in zip(sources, numbers, strict=True)
+        ],
         columns,
         lengths=np.concatenate([source.episodes.lengths for source in sources]),
         terminated=np.concatenate([source.terminated for source in sources]),
@@ -128,6 +144,8 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
             files=tuple(file for info in infos for file in info.files),
             edges=(edges[0][0], edges[-1][1]) if edges[0] and edges[-1] else (),
             attributes={
+                **alike,
+                **({CODES: codes} if codes else {}),
                 "parts": len(sources),
                 "part_episodes": [(s.info.uri, s.spec.episodes) for s in sources[:MOST_NAMED]],
                 "left_out": left_out,
@@ -138,6 +156,74 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
             **shared,
         ),
     )
+
+
+def _compare_facts(parts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+    """Return the facts of steps that all parts have alike, and a line of each that differs."""
+    first, notes = parts[0], list[str]()
+    names = dict.fromkeys(name for part in parts for name in part if name not in RECORDS)
+    alike = {n for n in names if all(n in part and part[n] == first.get(n) for part in parts)}
+    leaves = [
+        _leaves({n: part[n] for n in names if n in part and n not in alike}) for part in parts
+    ]
+    for fact in dict.fromkeys(name for part in leaves for name in part):
+        values = {str(part[fact]) for part in leaves if fact in part}
+        if len(values) > 1 and FACTS.search(fact):
+            shown = some_names(value[:MOST_SHOWN] for value in values)
+            notes.append(f"the parts differ in {fact}: {shown}")
+    return {name: first[name] for name in names if name in alike and FACTS.search(name)}, notes
+
+
+def _leaves(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested facts by their path; text may be JSON."""
+    leaves = dict[str, Any]()
+    for name, value in facts.items():
+        with suppress(TypeError, ValueError, RecursionError):
+            value = json.loads(value) if isinstance(value, str) else value
+        is_group = isinstance(value, Mapping)
+        leaves |= _leaves(value, f"{prefix}{name}.") if is_group else {f"{prefix}{name}": value}
+    return leaves
+
+
+def _join_codes(
+    sources: Sequence[Source], columns: Kinds
+) -> tuple[dict[str, Codes], list[dict[str, dict[int, int]]], list[str]]:
+    """Return names of a column's numbers for all, the new number of each part's, and a warning.
+
+    Parts may number the same names otherwise.
+    """
+    codes, numbers = dict[str, Codes](), [dict[str, dict[int, int]]() for _ in sources]
+    notes = list[str]()
+    for column in columns:
+        tables: list[Codes] = [s.info.attributes.get(CODES, {}).get(column, {}) for s in sources]
+        if not any(tables):
+            continue
+        silent = [s.info.uri for s, table in zip(sources, tables, strict=True) if not table]
+        if silent:
+            notes.append(f"{column} has other numbers, maybe, in {some_names(silent)}: no names")
+            continue
+        if any(table != tables[0] for table in tables):
+            texts = list(dict.fromkeys(text for table in tables for text in table.values()))
+            places = {text: number for number, text in enumerate(texts)}
+            for part, table in zip(numbers, tables, strict=True):
+                part[column] = {int(number): places[text] for number, text in table.items()}
+            tables = [{str(number): text for text, number in places.items()}]
+            notes.append(f"{column} is numbered anew, as the parts name its numbers otherwise")
+        codes[column] = tables[0]
+    return codes, numbers, notes
+
+
+def _read_coded(
+    source: Source, tables: Mapping[str, Mapping[int, int]], column: str, start: int, stop: int
+) -> Array:
+    rows = source.read(column, start, stop)
+    if (table := tables.get(column)) is None:
+        return rows
+    numbers, places = np.unique(rows, return_inverse=True)
+    for number in numbers.tolist():
+        if number not in table:
+            raise misfit(f"{column} holds {number}, which has no name", source.info.uri)
+    return np.array([table[n] for n in numbers.tolist()], rows.dtype)[places].reshape(rows.shape)
 
 
 def _check_open(source: object) -> None:
@@ -182,13 +268,21 @@ def with_columns(source: Source, names: Mapping[str, str] | None) -> Source:
         return np.concatenate([part.reshape(stop - start, -1) for part in rows], axis=1)
 
     facts = source.info.attributes
+    codes = {old: table for old, table in facts.get(CODES, {}).items() if old in parts}
+    codes |= {
+        new: facts[CODES][of[0].name]
+        for new, of in parts.items()
+        if len(of) == 1 and of[0].name in facts.get(CODES, {})
+    }
     made_of = {new: " + ".join(split_names(old)) for new, old in names.items()}
     made_of = {**facts.get("columns_from", {}), **made_of}
     notes = [n for n in facts.get("warnings", ()) if n.split(" is the column ")[-1] not in moved]
     return source.derived(
         [Piece(read=read, steps=source.spec.steps)],
         kinds,
-        info=source.info.with_facts(columns_from=made_of, warnings=notes),
+        info=source.info.with_facts(
+            columns_from=made_of, warnings=notes, **({CODES: codes} if codes else {})
+        ),
         preferred={new: min(source.preferred_rows(o.name) for o in p) for new, p in parts.items()},
     )
 

@@ -14,7 +14,7 @@ import json
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from gear_offline.core.types import Array
 from gear_offline.errors import InputError
 from gear_offline.sources.base import READ_BYTES, Asked, Piece, Source, SourceInfo
 from gear_offline.sources.columns import row_kinds, split_names
-from gear_offline.sources.combine import observation_vectors
+from gear_offline.sources.combine import CODES, observation_vectors
 from gear_offline.sources.input_files import InputFile, by_number, misfit, reading_errors
 from gear_offline.sources.parquet import Column, ParquetFile, is_numeric, step_rows
 from gear_offline.sources.pictures import image_pixels, video_frames
@@ -93,6 +93,7 @@ def open_lerobot(path: Path, asked: Asked) -> Source:
             files=(*(file.file for file, _ in reader.parts), *reader.videos),
             attributes={
                 **{key: reader.info.get(key) for key in ("codebase_version", "robot_type", "fps")},
+                **({CODES: codes} if (codes := reader.codes(columns)) else {}),
                 "left_out": left_out,
             },
         ),
@@ -155,6 +156,25 @@ class _Folder:
             what, remedy = f"{of} of {text[:200]!r} is not accepted", "name files of the dataset"
             raise InputError("SOURCE_UNSAFE", what, str(self.path / INFO), remedy)
         return text
+
+    def codes(self, columns: Iterable[str]) -> dict[str, dict[str, str]]:
+        """Return the names of the numbers of ``task_index``, and of columns like it."""
+        codes = dict[str, dict[str, str]]()
+        for column in (name for name in columns if name.endswith("task_index")):
+            plain = self.path / "meta" / f"{column.removesuffix('_index')}s.jsonl"
+            table, pairs = plain.with_suffix(".parquet"), list[tuple[Any, Any]]()
+            if table.is_file():
+                file = ParquetFile(table)
+                name = next(n for n in (*file.schema.names, "") if n != column)
+                for batches in zip(file.batches(column), file.batches(name), strict=True):
+                    pairs += zip(*(values.to_pylist() for _, values in batches), strict=True)
+            elif plain.is_file():
+                with reading_errors(plain.name, plain):
+                    lines = read_regular(plain, most=MAX_INFO_BYTES).splitlines()
+                    rows = [json.loads(line) for line in lines if line.strip()]
+                    pairs = [(row[column], row[column.removesuffix("_index")]) for row in rows]
+            codes |= {column: {str(number): str(text) for number, text in pairs}} if pairs else {}
+        return codes
 
     def columns(self, asked: set[str]) -> tuple[dict[str, Read], dict[str, str]]:
         """Return a function for each column; leave out frames that nobody asked for."""
