@@ -6,6 +6,7 @@ Shape legend: N rows, E episodes, T steps of an episode.
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -24,7 +25,7 @@ from gear_offline.sources import (
     pick_episodes,
 )
 from tests.hdf5_files import table, write
-from tests.support import ArraySource, hopper_columns, iter_episodes
+from tests.support import ArraySource, hopper_columns, iter_episodes, refused
 
 
 def episode(steps: int, *, seed: int = 0, **more: Any) -> dict[str, Any]:
@@ -328,3 +329,115 @@ def test_names_that_no_column_may_have_are_mapped() -> None:
     assert np.array_equal(source.read("observations/a_b_2", 0, 5), rows)
     said = "'observations/a b' is the column observations/a_b_2"
     assert source.info.attributes["warnings"] == [said]
+
+
+# how libraries name the row that is written next, and how full a buffer is
+RINGS: dict[str, dict[str, Any]] = {
+    "tianshou": {"_index": 25, "_size": 60, "maxsize": 60},
+    "sb3": {"pos": 25, "full": True, "buffer_size": 60},
+    "td3": {"ptr": 25, "size": 60, "max_size": 60},
+    "rlpd": {"_insert_index": 25, "_size": 60, "_capacity": 60},
+    "drq": {"idx": 25, "full": True},
+}
+PARTS = {"tianshou": {"_index": 37, "_size": 37}, "sb3": {"pos": 37, "full": False}}
+PARTS |= {"td3": {"ptr": 37, "size": 37}, "rlpd": {"_insert_index": 37, "_size": 37}}
+PARTS["drq"] = {"idx": 37, "full": False}
+
+
+def saved(path: Path, columns: dict[str, Any], numbers: dict[str, Any]) -> Path:
+    if path.suffix == ".npz":
+        np.savez(path, **columns, **numbers)
+    elif path.suffix == ".zarr":
+        zarr = pytest.importorskip("zarr")
+        group = zarr.open_group(path, mode="w", zarr_format=2)
+        for name, rows in columns.items():
+            group.create_array(name, data=rows, chunks=(7, *rows.shape[1:]))
+        for name, value in numbers.items():
+            group.attrs[name] = value
+    else:
+        with h5py.File(path, "w") as file:
+            as_attributes = "_size" in numbers
+            for name, value in (columns | ({} if as_attributes else numbers)).items():
+                file[name] = value
+            file.attrs.update(numbers if as_attributes else {})
+    return path
+
+
+@pytest.mark.parametrize("form", ["npz", "h5", "zarr"])
+@pytest.mark.parametrize("library", RINGS)
+def test_a_saved_ring_is_read_from_its_oldest_row(tmp_path: Path, library: str, form: str) -> None:
+    clock = np.concatenate([60 + np.arange(25), 25 + np.arange(35)]).astype(np.float32)
+    for numbers, order in (
+        (RINGS[library], np.arange(25, 85)),
+        (RINGS[library] | PARTS[library], np.arange(37)),
+    ):
+        time = clock if order[0] else np.append(np.arange(37), np.zeros(23)).astype(np.float32)
+        columns = {"observations": np.stack([time, -time], 1), "actions": time[:, None]}
+        columns |= {"rewards": time, "terminals": (time % 13 == 11) & (time > 0)}
+        path = saved(tmp_path / f"{order.size}.{form}", columns, numbers)
+        with open_source(path) as source:
+            ends = np.flatnonzero(order % 13 == 11)
+            wanted = np.diff([-1, *ends, order.size - 1])
+            assert source.episodes.lengths.tolist() == wanted[wanted > 0].tolist()
+            for start, stop in ((0, order.size), (30, 37), (34, 36), (5, 6)):
+                rows = source.read("observations", start, stop)
+                assert rows[:, 0].tolist() == order[start:stop].tolist()
+            warnings = " ".join(source.info.attributes["warnings"])
+            assert ("row 25 is the oldest" if order[0] else "37 of 60 rows are filled") in warnings
+
+
+@pytest.mark.parametrize(
+    ("numbers", "told"),
+    [
+        ({"ptr": 25, "size": 0, "max_size": 60}, "a ring of ptr 25, size 0"),
+        ({"ptr": 25, "size": 37, "max_size": 60}, "a ring of ptr 25, size 37"),  # not as one grows
+        ({"ptr": 25, "size": 99}, "a ring of ptr 25, size 99"),
+        ({"ptr": 25, "size": 60, "max_size": 90}, "max_size 90"),
+        ({"ptr": 60, "size": 60, "max_size": 90}, ""),  # the filled rows alone
+        ({"ptr": 0, "size": 60}, ""),
+        ({"index": 3, "size": 60}, ""),  # of a shard
+        ({"fps": 30.0, "size": 7}, ""),
+    ],
+)
+def test_a_ring_that_is_not_clear_is_asked_for(
+    tmp_path: Path, numbers: dict[str, Any], told: str
+) -> None:
+    rows = np.arange(60.0)
+    columns = {"observations": rows[:, None], "actions": rows[:, None], "terminals": rows % 5 == 4}
+    path = saved(tmp_path / "x.npz", columns, numbers)
+    if told:
+        assert told in refused(path, "SOURCE_LAYOUT").what
+        return
+    with open_source(path) as source:
+        assert source.read("observations", 0, 60)[:, 0].tolist() == rows.tolist()
+        assert "ring" not in " ".join(source.info.attributes["warnings"])
+
+
+def test_facts_in_which_parts_differ_are_told(tmp_path: Path) -> None:
+    def part(name: str, codes: dict[str, str], **facts: Any) -> Any:
+        columns = episode(3, seed=len(name)) | {"task": np.array([0, 1, 0])}
+        facts |= {"codes": {"task": codes}} if codes else {}
+        return from_episodes([columns], name=name, attributes=facts)
+
+    args = '{"env_name": "Lift", "env_kwargs": {"control_freq": %d, "text": "same"}}'
+    first = part("a", {"0": "pick", "1": "fold"}, fps=10, env_args=args % 20, author="x")
+    second = part("b", {"0": "fold", "1": "push"}, fps=10, env_args=args % 40, author="y")
+    convert(join_sources([first, second]), tmp_path / "ab", quiet=True)
+    silent = part("c", {}, fps=50)
+    for joined in (join_sources([first, second]), open_source(tmp_path / "ab")):
+        assert joined.read("task", 0, 6).tolist() == [0, 1, 0, 1, 2, 1]
+        attributes = joined.info.attributes
+        assert attributes["fps"] == 10 and attributes["codes"]["task"]["2"] == "push"
+        assert (
+            "the parts differ in env_args.env_kwargs.control_freq: 20, 40"
+            in (attributes["warnings"])
+        )
+        assert not any("author" in text or "text" in text for text in attributes["warnings"])
+        warnings = join_sources([joined, silent]).info.attributes["warnings"]
+        assert "the parts differ in fps: 10, 50" in warnings
+        assert any(text.startswith("task has other numbers, maybe, in c") for text in warnings)
+    same = join_sources([first, first])
+    assert same.read("task", 0, 6).tolist() == [0, 1, 0] * 2
+    assert not any("differ" in text for text in same.info.attributes["warnings"])
+    wrong = join_sources([part("d", {"0": "pick"}), second])
+    assert "task holds 1, which has no name" in code(wrong.read, "task", 0, 3)[1]

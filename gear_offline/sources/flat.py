@@ -21,6 +21,7 @@ from gear_offline.sources.episode_ends import split_episodes
 from gear_offline.sources.flags import FLAGS, chosen_flags
 from gear_offline.sources.hdf5 import Hdf5File
 from gear_offline.sources.input_files import InputFile, misfit
+from gear_offline.sources.ring import Ring
 from gear_offline.sources.row_marks import MARK
 
 REQUIRED = ("observations", "actions")
@@ -56,6 +57,7 @@ def open_hdf5(file: Hdf5File, asked: Asked) -> Source:
         reference_name=d4rl.reference if d4rl else None,
         facts=facts,
         notes=file.warnings,
+        numbers={**attributes, **{n: file.scalar(n) for n in single_values(file.datasets)}},
     )
     if d4rl:
         source.warn(*d4rl.warnings(source, overridden=rule is not None))
@@ -67,15 +69,24 @@ def table_source(
     asked: Asked,
     files: tuple[InputFile, ...],
     rows: Callable[[Any], Any],
+    numbers: Mapping[str, Any] | None = None,
     **info: Any,
 ) -> Source:
-    """Return a source of `arrays` that `find_columns` takes; `rows` opens one."""
+    """Return a source of `arrays` that `find_columns` takes; `rows` opens one.
+
+    `numbers` are single values beside them, which may tell of a ring.
+    """
     where, facts = str(info.pop("where", files[0].path)), info.pop("facts", {})
     chosen, left_out = find_columns(arrays, asked, where=where)
     known = ((n, arrays[n]) for n in left_out if arrays[n].dtype is not None)
     vectors = [n for n, v in known if len(v.shape or ()) == 1 and v.dtype.kind in "biufU"]
+    columns = {name: rows(arrays[name]) for name in chosen}
+    if ring := Ring.find(numbers or {}, columns[chosen[0]].shape[0], where):
+        columns = {name: ring.column(column) for name, column in columns.items()}
+        info["notes"] = [*info.get("notes", ()), *ring.notes()]
+        vectors = [] if ring.oldest else vectors  # they count rows as they are stored
     return flat_source(
-        {name: rows(arrays[name]) for name in chosen},
+        columns,
         others={name: rows(arrays[name]) for name in vectors},  # they may tell where episodes start
         names=asked.names,
         uri=asked.uri,
@@ -121,6 +132,11 @@ def flat_source(
     origin = SourceInfo(rule=rule, attributes=facts, edges=edges, **info)
     sizes = {name: getattr(rows, "preferred_rows", 0) for name, rows in columns.items()}
     return Source([piece], kinds, lengths=lengths, terminated=ended, preferred=sizes, info=origin)
+
+
+def single_values(arrays: Mapping[str, Any]) -> list[str]:
+    """Return the names of arrays that hold one value."""
+    return [name for name, array in arrays.items() if array.shape in ((), (1,))]
 
 
 def find_columns(

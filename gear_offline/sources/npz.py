@@ -25,7 +25,7 @@ from gear_offline.core.types import Array
 from gear_offline.sources.base import Asked, Source
 from gear_offline.sources.columns import names_after
 from gear_offline.sources.flags import FLAGS, TIME_FLAGS
-from gear_offline.sources.flat import table_source
+from gear_offline.sources.flat import single_values, table_source
 from gear_offline.sources.input_files import InputFile, misfit, reading_errors
 from gear_offline.sources.rules import ARTIFICIAL
 
@@ -133,12 +133,17 @@ def open_npz(path: Path, asked: Asked) -> Source:
     # Its terminals are ends of trajectories, not of tasks; `masks` come with its rewards.
     ogbench = {"observations", "actions", "terminals"} <= here and not {*FLAGS} & {*asked.names}
     ogbench = ogbench and ("masks" in here or not {"rewards", *TIME_FLAGS} & here)
+    single = {n: members[n] for n in single_values(members) if members[n].dtype.kind in "biuf"}
+    values = {name: member.read(0, 1).item() for name, member in single.items()}
+    numbers = {name: value for name, value in values.items() if np.isfinite(value)}
     return table_source(
         members,
         asked,
         (file,),
         lambda rows: rows,
+        numbers,
         format="ogbench" if ogbench else "npz",
         rule=asked.rule or (ARTIFICIAL if ogbench else None),
+        facts={"attributes": numbers},
         notes=[OGBENCH] if ogbench and "masks" not in here and not asked.rule else [],
     )

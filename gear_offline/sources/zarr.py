@@ -19,11 +19,11 @@ import numpy as np
 from gear_offline.errors import InputError, package_needed
 from gear_offline.sources.base import READ_BYTES, Asked, Source
 from gear_offline.sources.columns import can_be_column
-from gear_offline.sources.flat import table_source
+from gear_offline.sources.flat import single_values, table_source
 from gear_offline.sources.input_files import InputFile, by_number
 
 MAX_CHUNKS, MAX_BYTES = 1 << 22, 512 << 20  # of a chunk, or of all that are not there
-MAX_HEADER_BYTES = 16 << 20
+MAX_HEADER_BYTES, MAX_FACT_CHARS = 16 << 20, 500
 HEADERS = (".zarray", ".zattrs", ".zgroup", ".zmetadata", "zarr.json")
 SAFE = "store numbers in chunks of about 1 MiB"
 USUAL = {"actions": "action", "rewards": "reward", "observations": "state"}
@@ -56,8 +56,13 @@ def open_zarr(path: Path, asked: Asked) -> Source:
     rule = asked.rule or (ends and f"ends:{ends}")
     usual = {new: old for new, old in USUAL.items() if old in arrays and new not in arrays}
     how = asked._replace(names={**usual, **asked.names})
+    own = {n: v for n, v in group.attrs.items() if isinstance(v, int | float | str)}
+    short = {n: v for n, v in own.items() if len(str(v)) <= MAX_FACT_CHARS}
+    single = ((n, arrays[n]) for n in single_values(arrays) if arrays[n].dtype.kind in "biu")
+    numbers = short | {n: array.read().item() for n, array in single}
     facts: dict[str, Any] = {"where": path, "format": "zarr", "rule": rule}
-    source = table_source(arrays, how, files, lambda rows: rows, **facts)
+    facts["facts"] = {"attributes": numbers}
+    source = table_source(arrays, how, files, lambda rows: rows, numbers, **facts)
     source.usual = usual
     empty = [f"{a.missing:,} of {n}" for n, a in arrays.items() if n in source.spec and a.missing]
     what = f"chunks that are not stored read as the fill value: {', '.join(empty)}"
@@ -101,7 +106,9 @@ def _rows(sizes: Mapping[str, int], group: Any, name: str) -> SimpleNamespace | 
             raise InputError("SOURCE_UNSAFE", f"{what} is not accepted", array.path, SAFE)
     array = type(array).from_dict(array.store_path, bounded)
     return SimpleNamespace(
-        read=lambda start, stop: np.asarray(array[start:stop], dtype.newbyteorder("=")),
+        read=lambda *rows: np.asarray(
+            array[slice(*rows) if rows else ...], dtype.newbyteorder("=")
+        ),
         shape=array.shape,
         dtype=dtype,
         type_name=f"type {dtype}",
