@@ -1,5 +1,6 @@
 """Parquet of one row an episode, as the Decision Transformer sets, compared with lists."""
 
+import json
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -340,3 +341,41 @@ def test_long_texts_that_repeat_are_kept_once(tmp_path: Path, form: str) -> None
     with open_source(path, rule="ids:episode_id") as source:
         assert source.episodes.lengths.tolist() == [count // 2, count // 2]
     assert pa.default_memory_pool().max_memory() - before < 200 << 20
+
+
+def stream(path: Path, table: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with pa.ipc.new_stream(str(path), table.schema) as batches:
+        batches.write_table(table)
+    return path
+
+
+def test_a_folder_is_the_files_that_it_lists(tmp_path: Path) -> None:
+    shards = [f"data-0000{n}-of-00002.arrow" for n in range(2)]
+    for split in ("train", "old"):
+        folder = tmp_path / split
+        for name, ids in zip(shards, ([0, 0, 1], [2, 3, 3]), strict=True):
+            stream(folder / name, steps_table(ids))
+        stream(folder / "data-00002-of-00003.arrow", steps_table([7, 8]))  # of an older saving
+        stream(folder / "cache-1f2e3d4c5b6a7988.arrow", steps_table([0, 0, 1, 2, 3, 3]))
+        state = {"_data_files": [{"filename": name} for name in shards]}
+        (folder / "state.json").write_text(json.dumps(state))
+    for lists, given in (([], tmp_path / "train"), (["train"], tmp_path)):
+        (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": lists}))
+        with open_source(given, rule="ids:episode_id") as source:
+            assert source.episodes.lengths.tolist() == [2, 1, 1, 2]
+            assert [file.path.name for file in source.info.files] == shards
+    (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["new"]}))
+    refused(tmp_path, "SOURCE_READ", "give one of those in it: old, train")
+    (tmp_path / "train" / shards[1]).unlink()
+    refused(tmp_path / "train", "SOURCE_READ", "cannot be read", rule="ids:episode_id")
+    (tmp_path / "train" / "state.json").write_text('{"_data_files": [')
+    refused(tmp_path / "train", "SOURCE_READ", "state.json")
+    (tmp_path / "train" / "state.json").unlink()
+    with open_source(tmp_path / "train", rule="ids:episode_id") as source:
+        assert source.episodes.lengths.tolist() == [2, 1, 1, 1]
+        warnings = " ".join(source.info.attributes["warnings"])
+        assert "cache-1f2e3d4c5b6a7988.arrow left out" in warnings
+    (tmp_path / "delta" / "_delta_log").mkdir(parents=True)
+    pq.write_table(steps_table([0, 1]), tmp_path / "delta" / "part-0.parquet")
+    refused(tmp_path / "delta", "SOURCE_READ", "a Delta table")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from gear_offline.core.files import read_regular
 from gear_offline.core.hub import fetch, is_hub
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.manifest import is_dataset
@@ -42,7 +44,9 @@ ACCEPTED = (
 ACCEPTED += "d4rl:NAME (d4rl:hopper-medium-v2), minari:ID (minari:mujoco/hopper/medium-v0), the "
 ACCEPTED += "directory of a Minari or LeRobot dataset, of DQN-Replay's checkpoints, of a zarr "
 ACCEPTED += "store (or its .zip) or of GEAR shards; others: docs/how-to/convert.md, Other files"
-_HELD = re.compile(r"(^|[-_.])(val|valid|validation|test|eval)(?=[-_.]|$)")  # not to train on
+# not to train on, or what Hugging Face's map() keeps beside the data
+_HELD = re.compile(r"(^|[-_.])(val|valid|validation|test|eval)(?=[-_.]|$)|^cache-[0-9a-f]{16}")
+MAX_LIST_BYTES = 16 << 20
 
 
 def open_source(
@@ -183,7 +187,12 @@ def _open_folder(path: Path, asked: Asked) -> Source:
     """Open the files of a folder that make one dataset, or those of ``train`` in it (the Hub's)."""
     folder = path.absolute()
     places = (folder, folder / "train") if (folder / "train").is_dir() else (folder,)
-    groups = [files for place in places for kind in KINDS if (files := files_in(place, kind))]
+    if _listed_files(folder):
+        places = (folder,)
+    elif (folder / "dataset_dict.json").is_file():
+        splits = _read_json(folder / "dataset_dict.json").get("splits", ["train"])
+        places = (folder / "train",) if "train" in splits else ()
+    groups = [files for place in places for kind in KINDS if (files := _data_files(place, kind))]
     others = sorted({*folder.iterdir()} - {*places})
     aside = [p.name for p in others if p.is_dir() and any(files_in(p, kind) for kind in KINDS)]
     if not groups:
@@ -200,6 +209,29 @@ def _open_folder(path: Path, asked: Asked) -> Source:
     aside += [file.name for file in held if file not in files]
     source.warn(*[f"{some_names(aside)} left out: convert apart, or go.join_sources"] * bool(aside))
     return source
+
+
+def _data_files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
+    """Return the files of a folder that are its data: those that it lists itself, if it does."""
+    files, listed = files_in(folder, suffixes), _listed_files(folder)
+    if (folder / "_delta_log").is_dir() and files:
+        remedy = "write its rows as parquet: deltalake.DeltaTable(PATH).to_pyarrow_table()"
+        raise InputError("SOURCE_READ", "a Delta table, which keeps old files", str(folder), remedy)
+    if not listed:
+        return files
+    return [folder / name for name in listed] if {*listed} & {f.name for f in files} else []
+
+
+def _listed_files(folder: Path) -> list[str]:
+    """Return the files that a folder of Hugging Face's ``save_to_disk`` lists."""
+    state = folder / "state.json"
+    facts = _read_json(state) if state.is_file() else {}
+    return [Path(str(file["filename"])).name for file in facts.get("_data_files", ())]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    with reading_errors(path.name, path):
+        return dict(json.loads(read_regular(path, most=MAX_LIST_BYTES)))
 
 
 def _open_hdf5(path: Path, asked: Asked) -> Source:
