@@ -134,9 +134,9 @@ def _kept(source: Source, columns: Sequence[str] | None, path: Path) -> list[str
     """Return the names to write; refuse one that is also that of a group of others."""
     wanted = {REWARDS, *(source.spec[name].name for name in columns or ())}
     kept = [c.name for c in source.spec if columns is None or c.name in wanted]
+    groups = {name[:at]: name for name in kept for at, sign in enumerate(name) if sign == "/"}
     for name in kept:
-        below = next((other for other in kept if other.startswith(f"{name}/")), None)
-        if below is not None:
+        if below := groups.get(name):
             what = f"an HDF5 file cannot hold both {name} and {below}"
             remedy = "name the columns to keep, without one of them: columns=[...]"
             raise InputError("COLUMN", what, where=str(path), remedy=remedy)
