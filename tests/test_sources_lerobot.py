@@ -39,7 +39,11 @@ def test_facts_of_the_dataset(folder: Path) -> None:
         assert facts["codebase_version"] == folder.name
         assert ["a time limit cannot be told" in text for text in facts["warnings"]] == [True]
         assert sorted(facts["left_out"]) == [FRONT, VIDEO]
-        assert f"observations={FRONT}" in facts["left_out"][FRONT]
+        together = f"--columns {FRONT},{VIDEO},observation.state,observation.velocity,actions"
+        assert together in facts["left_out"][FRONT]
+        named = (FRONT, VIDEO, "observation.state", "observation.velocity")
+        with open_source(folder, names={name: name for name in named}) as both:
+            assert {*named, "actions"} <= {column.name for column in both.spec}
 
 
 def test_frames_that_are_asked_for(folder: Path, tmp_path: Path) -> None:
@@ -244,3 +248,15 @@ def test_damaged_and_foreign_folders_are_refused_in_one_line(
         numbers = np.random.default_rng(0).permutation(23)
         rewrite(folder, lambda table: table.take(numbers))
         refused(folder, "SOURCE_LAYOUT", "do not follow each other")
+
+
+def test_a_frame_of_another_size_is_refused(folder: Path) -> None:
+    path = sorted(folder.glob("data/**/*.parquet"))[0]
+    table = pq.read_table(path)
+    large = BytesIO()
+    PIL.Image.fromarray(np.zeros((900, 900, 3), np.uint8)).save(large, "PNG")
+    images = table[FRONT].to_pylist()
+    images[1] = {**images[1], "bytes": large.getvalue()}
+    changed = pa.array(images, table.schema.field(FRONT).type)
+    pq.write_table(table.set_column(table.schema.get_field_index(FRONT), FRONT, changed), path)
+    refused(folder, "SOURCE_LAYOUT", "a frame of 900 x 900 behind", names={"observations": FRONT})

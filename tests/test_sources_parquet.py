@@ -1,5 +1,6 @@
 """Parquet of one row an episode, as the Decision Transformer sets, compared with lists."""
 
+import importlib
 import json
 from itertools import chain
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import open_dataset
+from gear_offline.errors import at_the_command_line
 from gear_offline.sources import from_arrays, join_sources, open_source, pick_episodes
 from tests.support import hopper_columns, one_error, refused
 
@@ -379,3 +381,35 @@ def test_a_folder_is_the_files_that_it_lists(tmp_path: Path) -> None:
     (tmp_path / "delta" / "_delta_log").mkdir(parents=True)
     pq.write_table(steps_table([0, 1]), tmp_path / "delta" / "part-0.parquet")
     refused(tmp_path / "delta", "SOURCE_READ", "a Delta table")
+
+
+def test_partitions_and_structs_are_named(tmp_path: Path) -> None:
+    table, folder = steps_table([0, 0, 1]), tmp_path / "parts"
+    pq.write_to_dataset(table, folder, partition_cols=["episode_id"])
+    error = refused(folder, "SOURCE_READ", "a folder of partitions, episode_id=0, episode_id=1")
+    command = error.remedy.removeprefix("in Python: ").replace("mine", str(tmp_path / "mine"))
+    exec(command, {"pyarrow": importlib.import_module("pyarrow.dataset") and pa})
+    with open_source(tmp_path / "mine.parquet", rule="ids:episode_id") as source:
+        assert source.episodes.lengths.tolist() == [2, 1]
+    state = pa.array([{"x": 1.0, "y": 2.0}] * 3)
+    pq.write_table(table.set_column(0, "observations", state), tmp_path / "x.parquet")
+    rule = "ids:episode_id"
+    refused(tmp_path / "x.parquet", "COLUMN", "columns are observations.FIELD", rule=rule)
+    flat = table.set_column(0, "observations", state).flatten()
+    pq.write_table(flat, tmp_path / "x.parquet")
+    names = {"observations": "observations.x + observations.y"}
+    with open_source(tmp_path / "x.parquet", rule=rule, names=names) as source:
+        assert source.read("observations", 1, 2).tolist() == [[1.0, 2.0]]
+
+
+def test_other_names_are_suggested(tmp_path: Path) -> None:
+    rows = {"obs": [[1.0]] * 3, "act": [[2.0]] * 3, "rew": [0.5] * 3, "done": [False, True, True]}
+    path = write(tmp_path / "x.parquet", rows, None)
+    with at_the_command_line():
+        said = "--columns observations=obs,actions=act,rewards=rew,done"
+        refused(path, "COLUMN", said)
+    names = {"observations": "obs", "actions": "act", "rewards": "rew"}
+    with open_source(path, names=names) as source:
+        assert source.episodes.lengths.tolist() == [2, 1]
+    refused(path, "COLUMN", "did you mean 'obs'?", names=names | {"observations": "obss"})
+    refused(path, "COLUMN", "did you mean 'rew'?", names=names | {"rewards": "rews"})

@@ -13,6 +13,11 @@ from gear_offline.dataset.schema import is_column_name, is_step_shape
 from gear_offline.sources.input_files import misfit
 
 MAX_NAME_CHARS = 200
+USUAL_NAMES = {  # of arrays that hold a column
+    "observations": ("observations", "observation", "obs", "states", "state", "ob"),
+    "actions": ("actions", "action", "acts", "act"),
+    "rewards": ("rewards", "reward", "rews", "rew"),
+}
 
 Kinds = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]  # dtype and step shape by column
 
@@ -47,6 +52,18 @@ def legal_names(names: Iterable[str]) -> dict[str, str]:
         taken.add(unique.casefold())
         columns[name] = unique
     return columns
+
+
+def suggest_columns(stored: Iterable[str], others: Container[str]) -> str:
+    """Return a ready ``--columns`` for arrays of usual names and `others`; "" without actions."""
+    names, taken = list(stored), dict[str, str]()
+    for column, usual in USUAL_NAMES.items():
+        fits = [n for name in usual for n in names if n.split("/")[-1].lower() == name]
+        taken |= {column: fits[0]} if fits else {}
+    if not {"observations", "actions"} <= taken.keys():
+        return ""
+    pairs = [new if new == old else f"{new}={old}" for new, old in taken.items()]
+    return ",".join([*pairs, *(name for name in names if name in others)])
 
 
 def split_names(text: str) -> list[str]:

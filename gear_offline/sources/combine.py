@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.config.problems import nearest
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.dataset.dataset import Dataset
@@ -325,6 +326,8 @@ def _taken(source: Source, new: str, olds: Sequence[str]) -> dict[str, list[Colu
         below = [n for n in columns if n == name or n.startswith(f"{name}/")]
         if not below:
             why = source.info.attributes.get("left_out", {}).get(old)
+            near = nearest(old, [*columns])
+            why = why or (near and f"did you mean {near!r}?")
             what = f"no {old!r} to take as {new!r}{f': {why}' if why else ''}"
             remedy = f"found: {some_names(columns)}"
             if new in columns and len(olds) == 1:

@@ -102,7 +102,8 @@ def as_number(text: str) -> float:
 
 def blocks_of(column: Any) -> Iterator[tuple[int, Array]]:
     """Yield the rows of a column part by part, with the number of each first one."""
-    for row in range(0, column.shape[0], BLOCK_ROWS):
-        stop = min(row + BLOCK_ROWS, column.shape[0])
+    rows = max(1, BLOCK_ROWS // max(prod(column.shape[1:]), 1))
+    for row in range(0, column.shape[0], rows):
+        stop = min(row + rows, column.shape[0])
         part = column[row:stop] if isinstance(column, np.ndarray) else column.read(row, stop)
         yield row, np.asarray(part)

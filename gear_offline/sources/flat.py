@@ -11,11 +11,18 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from gear_offline.config.problems import nearest
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.errors import InputError
 from gear_offline.sources.base import Asked, Piece, Source, SourceInfo, own_scores
-from gear_offline.sources.columns import can_be_column, row_kinds, some_names, split_names
+from gear_offline.sources.columns import (
+    can_be_column,
+    row_kinds,
+    some_names,
+    split_names,
+    suggest_columns,
+)
 from gear_offline.sources.d4rl import D4rlFile
 from gear_offline.sources.episode_ends import split_episodes
 from gear_offline.sources.flags import FLAGS, chosen_flags
@@ -171,8 +178,13 @@ def find_columns(
             what = f"no dataset {names.get(column, column)!r}{''.join(why)}"
             if stored := [new for new in taken if new in arrays]:
                 remedy = f"the stored name stands first: --rename {stored[0]}={column}"
+            near = nearest(names.get(column, column), [*arrays]) if column in names else None
+            what += f", did you mean {near!r}?" if near else ""
+            ready = "" if names else suggest_columns(rows, FLAGS)
             remedy = remedy or (
-                f"needed: {', '.join(required)}; found: {some_names(arrays)}; other "
+                f"give --columns {ready}; "
+                * bool(ready)
+                + f"needed: {', '.join(required)}; found: {some_names(arrays)}; other "
                 f"names: --rename NAME={column}; several: name them by "
                 "--columns, docs/how-to/cameras.md; other layouts: docs/how-to/convert.md"
             )

@@ -42,6 +42,15 @@ OTHER_FILES = {  # how a file of such a name comes in by Python
     "of a list of episodes go.from_episodes",
 }
 OTHER_FILES[".pickle"] = OTHER_FILES[".pkl"]
+OTHER_FILES |= {
+    ".npy": "go.convert(go.from_arrays({{'observations': numpy.load({!r}), 'actions': ...}}), "
+    "'OUT')",
+    ".pt": "file = torch.load({!r}, weights_only=True); "
+    "go.convert(go.from_arrays({{n: v.numpy() for n, v in file.items()}}), 'OUT')",
+    ".jsonl": "pandas.read_json({!r}, lines=True).to_parquet('mine.parquet')",
+    ".py": "import it, and give what it makes to go.from_episodes; {!r} is code",
+}
+OTHER_FILES[".pth"] = OTHER_FILES[".pt"]
 MAX_READ_BYTES = 256 << 20  # beyond this a row of chunks is read in parts
 KEPT_BYTES = 64 << 20  # of each column the row of chunks that was decoded last, up to this
 MAX_CHUNK_BYTES, MAX_BAND_BYTES = 512 << 20, 1 << 30

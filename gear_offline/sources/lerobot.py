@@ -107,6 +107,7 @@ class _Folder:
         self.path = path
         self.videos: list[InputFile] = []
         self._recent: dict[str, Column] = {}
+        self._sizes: dict[str, tuple[int, ...]] = {}  # of the first frame of a column
         with reading_errors("info.json", path / INFO):
             self.info: dict[str, Any] = json.loads(read_regular(path / INFO, most=MAX_INFO_BYTES))
             self.version = int(self.info["codebase_version"].removeprefix("v").split(".")[0])
@@ -180,10 +181,13 @@ class _Folder:
         """Return a function for each column; leave out frames that nobody asked for."""
         reads, left_out = dict[str, Read](), dict[str, str]()
         types = {field.name: field.type for field in self.parts[0].file.schema}
+        cameras = [n for n, dtype in self.dtypes.items() if dtype in ("image", "video")]
+        states = [n for n in types if n.startswith("observation.") and n not in cameras]
+        together = ",".join([*cameras, *states, "actions"])
         for name in [*types, *(n for n, dtype in self.dtypes.items() if dtype == "video")]:
             dtype = self.dtypes.get(name)
             if dtype in ("image", "video") and name not in asked:
-                left_out[name] = f"frames: --columns observations={name},actions decodes them"
+                left_out[name] = f"frames: --columns {together} decodes them"
             elif dtype == "video" and "timestamp" not in types:
                 raise misfit(f"no timestamp, which tells the frames of {name}", self.path)
             elif dtype == "video":
@@ -212,7 +216,8 @@ class _Folder:
             if not stored.get("bytes"):
                 what = "an image is missing, or a file of its own"
                 raise misfit(what, f"{path}: {name}", "embed images in the parquet files")
-            frames.append(image_pixels(stored["bytes"], path))
+            frames.append(image_pixels(stored["bytes"], path, self._sizes.get(name)))
+            self._sizes.setdefault(name, frames[0].shape[:2])
         return self._frames(name, np.stack(frames))
 
     def _video(
@@ -224,7 +229,8 @@ class _Folder:
         while self.bounds[number] < stop:
             file, begin = places[number]
             steps = slice(max(self.bounds[number] - start, 0), self.bounds[number + 1] - start)
-            frames.append(video_frames(file, begin + times[steps]))
+            frames.append(video_frames(file, begin + times[steps], self._sizes.get(name)))
+            self._sizes.setdefault(name, frames[0].shape[1:3])
             number += 1
         return self._frames(name, np.concatenate(frames))
 

@@ -116,10 +116,10 @@ def _array(file: ParquetFile, name: str, kind: Any, by_step: bool) -> SimpleName
     if is_numeric(kind) and (by_step or is_list(kind)):
         first = column.rows(0, 1) if by_step else np.empty(1, "f4")
     column.close()
-    shape = (file.rows, *first.shape[1:])
-    return SimpleNamespace(
-        type_name=f"type {kind}", read=column.rows, shape=shape, dtype=first.dtype
-    )
+    shape, text = (file.rows, *first.shape[1:]), f"type {kind}"
+    if text.startswith("type struct"):
+        text += f" (write table.flatten(), whose columns are {name}.FIELD)"
+    return SimpleNamespace(type_name=text, read=column.rows, shape=shape, dtype=first.dtype)
 
 
 class ParquetFile:

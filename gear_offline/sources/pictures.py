@@ -20,12 +20,15 @@ from gear_offline.sources.input_files import InputFile, misfit, reading_errors
 
 TOLERANCE = 1e-4  # seconds between a row and its frame, as LeRobot's decoder has it
 MAX_PIXELS = 1 << 26
+Size = tuple[int, ...] | None  # height and width
 # formats of FFmpeg whose arrays are the numbers that they store
 EXACT = ("gray", "rgb48", "gbrp", "rgba", "bgra")
 
 
-def video_frames(file: InputFile, times: Float64Array) -> Array:
+def video_frames(file: InputFile, times: Float64Array, size: Size = None) -> Array:
     """Return the frames of a video that are nearest to `times` in seconds, (N, h, w, C).
+
+    They are of one `size`, (h, w), which is known from others.
 
     One further away than `TOLERANCE` is refused (``SOURCE_LAYOUT``).
     """
@@ -43,7 +46,9 @@ def video_frames(file: InputFile, times: Float64Array) -> Array:
                 count = int(np.searchsorted(wanted, middle, side="right")) - len(frames)
                 part = slice(len(frames), len(frames) + max(count, 0))
                 distances[part] = np.abs(wanted[part] - frame.time)
-                frames += [pixels(frame, file.path)] * count if count > 0 else []
+                if count > 0:
+                    frames += [pixels(frame, file.path, size)] * count
+                    size = frames[0].shape[:2]
                 if len(frames) == wanted.size:
                     break
         if distances.max() <= TOLERANCE:
@@ -53,17 +58,21 @@ def video_frames(file: InputFile, times: Float64Array) -> Array:
     raise misfit(what, file.path, "the video is another's, or cut short: get both again")
 
 
-def image_pixels(content: bytes, path: Path) -> Array:
+def image_pixels(content: bytes, path: Path, size: Size = None) -> Array:
     """Return the pixels of a PNG, JPEG, TIFF or other image, (h, w, C)."""
     with _opened(BytesIO(content), path) as image:
-        return pixels(next(image.decode(video=0)), path)
+        return pixels(next(image.decode(video=0)), path, size)
 
 
-def pixels(frame: Any, path: Path) -> Array:
+def pixels(frame: Any, path: Path, size: Size = None) -> Array:
     """Return (h, w, C) of a decoded frame: uint8, or uint16 where it has more than 8 bits.
 
-    Colours of 8 bits become RGB; what an array would hold in other numbers is refused.
+    Colours of 8 bits become RGB; what an array would hold in other numbers is refused, and a frame
+    that is not of the `size` of those before.
     """
+    if size and (frame.height, frame.width) != size:
+        what = f"a frame of {frame.width} x {frame.height} behind others of {size[1]} x {size[0]}"
+        raise misfit(what, path, "give all frames one size")
     kind = frame.format
     alpha = any(part.is_alpha for part in kind.components)
     eight = all(part.bits == 8 for part in kind.components)

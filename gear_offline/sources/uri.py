@@ -195,6 +195,11 @@ def _open_folder(path: Path, asked: Asked) -> Source:
     groups = [files for place in places for kind in KINDS if (files := _data_files(place, kind))]
     others = sorted({*folder.iterdir()} - {*places})
     aside = [p.name for p in others if p.is_dir() and any(files_in(p, kind) for kind in KINDS)]
+    if not groups and (keys := [p.name for p in others if p.is_dir() and "=" in p.name]):
+        what = f"a folder of partitions, {some_names(keys, 3)}, whose names are a column"
+        remedy = f"pyarrow.dataset.dataset({str(path)!r}, partitioning='hive').to_table()"
+        remedy = f"in Python: pyarrow.parquet.write_table({remedy}, 'mine.parquet')"
+        raise InputError("SOURCE_READ", what, str(folder), remedy)
     if not groups:
         what = f"the directory {str(path)!r} holds no dataset and no data files"
         raise _unknown(f"{what}; give one of those in it: {some_names(aside)}" if aside else what)
