@@ -260,3 +260,21 @@ def test_a_frame_of_another_size_is_refused(folder: Path) -> None:
     changed = pa.array(images, table.schema.field(FRONT).type)
     pq.write_table(table.set_column(table.schema.get_field_index(FRONT), FRONT, changed), path)
     refused(folder, "SOURCE_LAYOUT", "a frame of 900 x 900 behind", names={"observations": FRONT})
+
+
+def test_a_part_of_the_episodes_is_read_where_they_are_whole(folder: Path) -> None:
+    with open_source(folder) as source:
+        whole = source.read("actions", 0, source.spec.steps)
+    files = sorted(folder.glob("data/**/*.parquet"))
+    table = pa.concat_tables(map(pq.read_table, files))  # of 7, 12 and 4 steps
+    for file in files[1:]:
+        file.unlink()
+    pq.write_table(table.slice(7, 16), files[0])
+    with open_source(folder, names={"observations": VIDEO}) as source:
+        assert source.episodes.lengths.tolist() == [12, 4]
+        np.testing.assert_array_equal(source.read("actions", 0, 16), whole[7:])
+        told = "16 steps of 2 episodes are here, info.json says 23 of 3: a part"
+        assert any(told in text for text in source.info.attributes["warnings"])
+        assert len(source.read("observations", 0, 16)) == 16
+    pq.write_table(table.slice(8, 15), files[0])
+    refused(folder, "SOURCE_LAYOUT", "15 steps of 2 episodes are here, info.json says 23 of 3")

@@ -95,6 +95,7 @@ def open_lerobot(path: Path, asked: Asked) -> Source:
                 **{key: reader.info.get(key) for key in ("codebase_version", "robot_type", "fps")},
                 **({CODES: codes} if (codes := reader.codes(columns)) else {}),
                 "left_out": left_out,
+                "warnings": reader.notes,
             },
         ),
     )
@@ -106,6 +107,7 @@ class _Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.videos: list[InputFile] = []
+        self.notes: list[str] = []
         self._recent: dict[str, Column] = {}
         self._sizes: dict[str, tuple[int, ...]] = {}  # of the first frame of a column
         with reading_errors("info.json", path / INFO):
@@ -131,12 +133,30 @@ class _Folder:
         episodes = len(set(self.episodes))
         if not self.steps or counts != (self.steps, episodes):
             here = f"{count_text(self.steps, 'step')} of {count_text(episodes, 'episode')}"
-            raise misfit(f"{here} are here, info.json says {counts[0]:,} of {counts[1]:,}", path)
+            here += f" are here, info.json says {counts[0]:,} of {counts[1]:,}"
+            listed, steps = self._listed_lengths(), np.diff(self.bounds).tolist()
+            is_listed = (sum(listed.values()), len(listed)) == counts
+            if not (self.steps and is_listed) or [listed.get(n) for n in self.episodes] != steps:
+                raise misfit(here, path)
+            self.notes.append(f"{here}: a part, whose episodes are whole")
         known = self.parts[0].file.schema.names
         rows, frames = runs(self._blocks("frame_index") if "frame_index" in known else ())
         falls = np.setdiff1d(rows[1:][frames[1:] < frames[:-1]], firsts)  # inside episodes
         if episodes < len(self.episodes) or falls.size:
             raise misfit("the steps of an episode do not follow each other", path)
+
+    def _listed_lengths(self) -> dict[int, int]:
+        """Return the steps of each episode that the folder's own list has."""
+        lengths, plain = dict[int, int](), self.path / "meta" / "episodes.jsonl"
+        names = ("episode_index", "length")
+        with reading_errors(plain.name, plain):
+            text = read_regular(plain, most=MAX_INFO_BYTES) if plain.is_file() else b""
+            rows = (json.loads(line) for line in text.splitlines() if line.strip())
+            lengths |= {row[names[0]]: row[names[1]] for row in rows}
+        for meta in map(ParquetFile, (self.path / "meta" / "episodes").glob("*/*.parquet")):
+            for batches in zip(*map(meta.batches, names), strict=True):
+                lengths |= zip(*(values.to_pylist() for _, values in batches), strict=True)
+        return lengths
 
     def _blocks(self, name: str) -> Iterator[tuple[int, Array]]:
         """Yield a column of one number a step in blocks, with their first steps of all."""
