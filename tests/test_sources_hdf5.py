@@ -154,6 +154,29 @@ def test_what_h5py_reads(tmp_path: Path, kind: str, user_block: int | None) -> N
             np.testing.assert_array_equal(found, wanted[start:stop])
 
 
+@pytest.mark.parametrize("libver", ["earliest", "latest"])
+@pytest.mark.parametrize("most", [(STEPS, None), (None, 12), (None, None)])
+@pytest.mark.parametrize("written", [12, 4])
+def test_axes_that_may_grow(
+    tmp_path: Path, libver: str, most: tuple[int | None, ...], written: int
+) -> None:
+    path, rows = tmp_path / "x.hdf5", np.arange(STEPS * 12.0).reshape(STEPS, 12) + 1
+    with h5py.File(path, "w", libver=libver, userblock_size=512) as file:
+        for name, values in good_columns().items():
+            file[name] = values
+        options = {"chunks": (9, 4), "maxshape": most, "compression": "gzip", "fillvalue": 7}
+        file.create_dataset("features", (STEPS, 12), "f8", **options)[:, :written] = rows[
+            :, :written
+        ]
+    with h5py.File(path) as file:
+        wanted = file["features"][()]
+    with open_source(path) as source:
+        parts = [source.read("features", at, min(at + 11, STEPS)) for at in range(0, STEPS, 11)]
+        np.testing.assert_array_equal(np.concatenate(parts), wanted)
+        notes = source.info.attributes["warnings"]
+    assert any("never written" in note for note in notes) == (written < 12)
+
+
 @pytest.mark.parametrize("kind", [k for k in FILTERED if "compact" not in k and "contig" not in k])
 def test_shortened_chunks_are_refused(tmp_path: Path, kind: str) -> None:
     path, rng = tmp_path / "x.hdf5", np.random.default_rng(0)

@@ -81,10 +81,12 @@ def dataset_file(name: str) -> str | None:
 def dataset_of_file(name: str) -> str | None:
     """Return the dataset that a dataset name, file name or path stands for, or ``None``."""
     stem = re.sub(r"\.(?:hdf5|h5)$", "", PurePosixPath(name).name)
-    if stem in _table():
-        return stem
-    of_file = (name for name, row in _table().items() if PurePosixPath(row[2]).stem == stem)
-    return next(of_file, None)
+    return stem if stem in _table() else _names_by_file().get(stem)
+
+
+@functools.cache
+def _names_by_file() -> dict[str, str]:
+    return {PurePosixPath(row[2]).stem: name for name, row in reversed(_table().items())}
 
 
 def reference_scores(name: str) -> ReferenceScores | None:

@@ -1,8 +1,8 @@
 """One HDF5 file from outside: headers that are looked through, and rows.
 
 HDF5 can name other files (external storage, virtual datasets, links), load native code (plug-in
-filters) and claim sizes that it does not hold.  The library reads headers only and follows no link.
-Rows are read and decoded here, each chunk to exactly the bytes that it claims.
+filters) and claim sizes that it does not hold.  So no link is followed, and sizes are compared with
+what is stored, chunk by chunk, before h5py reads rows.
 
 Shape legend: N rows.
 """
@@ -10,11 +10,12 @@ Shape legend: N rows.
 from __future__ import annotations
 
 import math
-from array import array
+import os
+import sys
 from collections.abc import Iterator
-from contextlib import suppress
-from functools import cache, partial
-from io import BytesIO
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,14 +23,13 @@ from typing import Any, NamedTuple
 import h5py
 import numpy as np
 import numpy.typing as npt
-from h5py import h5d, h5g, h5l, h5o, h5s, h5t
+from h5py import h5d, h5f, h5g, h5l, h5o, h5p, h5t
 
 from gear_offline.core.files import Closing, read_at
-from gear_offline.core.types import Int64Array
 from gear_offline.errors import InputError
 from gear_offline.sources.base import READ_BYTES
 from gear_offline.sources.columns import can_be_column
-from gear_offline.sources.hdf5_filters import FILTERS, ChunkDecoder
+from gear_offline.sources.hdf5_filters import FILTERS, ChunkCheck
 from gear_offline.sources.input_files import InputFile, reading_errors
 
 SUFFIXES = (".hdf5", ".h5")
@@ -69,6 +69,7 @@ class Hdf5Dataset(NamedTuple):
     shape: tuple[int, ...] | None  # None for an empty (null) dataspace
     dtype: np.dtype[Any] | None  # as stored; None where it is not a plain number or bool
     type_name: str  # for messages
+    is_packed: bool = False  # integers of fewer bits than the dtype's
     first: int = 0  # row that counts as the first
 
 
@@ -91,7 +92,7 @@ class Hdf5File(Closing):
                 remedy += "HDF5, npz, parquet, arrow and zarr are read"
                 raise InputError("SOURCE_READ", what, str(path), remedy)
             try:
-                self._file = h5py.File(path, "r", locking="best-effort")
+                self._file = h5py.File(_open_library(path))
             except BlockingIOError as error:  # locked: not damaged, but not complete either
                 what, remedy = "another program has the file open for writing", "close it there"
                 raise InputError("SOURCE_READ", what, where=str(path), remedy=remedy) from error
@@ -107,7 +108,7 @@ class Hdf5File(Closing):
 
     def _walk(self) -> Iterator[Hdf5Dataset]:
         """Yield all datasets, those of a group before those of its subgroups."""
-        types: dict[bytes, tuple[np.dtype[Any] | None, str]] = {}
+        types: dict[bytes, tuple[np.dtype[Any] | None, str, bool]] = {}
         root = h5g.open(self._file.id, b"/")
         seen = {h5o.get_info(root).addr}
         pending = [("", root)]
@@ -129,8 +130,7 @@ class Hdf5File(Closing):
                     kind = item.get_type().encode()  # few types, many datasets
                     if kind not in types:
                         types[kind] = _dtype(item)
-                    dtype, text = types[kind]
-                    yield Hdf5Dataset(path=name, shape=item.shape, dtype=dtype, type_name=text)
+                    yield Hdf5Dataset(name, item.shape, *types[kind])
                 elif isinstance(item, h5g.GroupID):
                     address = h5o.get_info(item).addr
                     if address in seen:
@@ -141,8 +141,7 @@ class Hdf5File(Closing):
     def column(self, rows: Hdf5Dataset) -> Hdf5Column:
         """Return the rows of one that can be a column; to read them does not need this object."""
         with _reading(self.path):
-            dataset, block = h5d.open(self._file.id, rows.path.encode()), self._file.userblock_size
-            column = Hdf5Column(self.file, rows, dataset, block)
+            column = Hdf5Column(self.file, rows, h5d.open(self._file.id, rows.path.encode()))
         if column.unwritten:
             note = f"{column.unwritten} bytes were never written and read as the fill value"
             self.warnings.append(f"column {rows.path}: {note}")
@@ -172,6 +171,20 @@ class Hdf5File(Closing):
             if attributes.get_id(name).shape == ():
                 return _plain(attributes[name], most)
         return None
+
+    def numbers(self, group: str) -> dict[str, np.generic]:
+        """Return the attributes of a group that are one finite number or bool."""
+        with suppress(Exception):  # episodes may have no group of their own
+            attributes = self._file[group].attrs
+            names = [*islice(attributes, MAX_ATTRIBUTES)]
+            kinds = {name: attributes.get_id(name) for name in names}
+            return {
+                name: value
+                for name, kind in kinds.items()
+                if kind.shape == () and kind.dtype.kind in "biuf"
+                if math.isfinite(value := attributes[name])
+            }
+        return {}
 
     def texts(self, name: str) -> list[str]:
         """Return a list of names that the file stores as text."""
@@ -212,151 +225,129 @@ class Hdf5File(Closing):
 
 
 class Hdf5Column:
-    """Rows of one dataset of an HDF5 file.  Between reads nothing is open."""
+    """Rows of one dataset of an HDF5 file, read by h5py.  Between reads nothing is open."""
 
-    def __init__(
-        self, file: InputFile, header: Hdf5Dataset, dataset: h5d.DatasetID, user_block: int
-    ) -> None:
-        self._file, where = file, (file.path, header.path)
+    def __init__(self, file: InputFile, header: Hdf5Dataset, dataset: h5d.DatasetID) -> None:
         assert header.shape and header.dtype is not None, "it can be a column"
+        self._file, self._path, where = file, header.path, (file.path, header.path)
         self.shape, self._first, self._stored_dtype = header.shape, header.first, header.dtype
-        self.dtype, shape = self._stored_dtype.newbyteorder("="), dataset.shape
-        self._plan, self._type = dataset.get_create_plist(), dataset.get_type().copy()
-        self._filters = _filters(self._plan, *where)
-        self._decoder: ChunkDecoder | None = None
-        layout = self._plan.get_layout()
-        chunked = layout == h5d.CHUNKED
-        self._chunks = tuple(self._plan.get_chunk()) if chunked else shape  # contiguous: one chunk
-        chunk_bytes = prod(self._chunks) * self.dtype.itemsize
-        self._row_bytes = prod(shape[1:]) * self.dtype.itemsize
-        band_bytes = self._chunks[0] * self._row_bytes
-        if chunked and (chunk_bytes > MAX_CHUNK_BYTES or band_bytes > MAX_BAND_BYTES):
-            what = f"a chunk of {chunk_bytes:,} bytes, or {band_bytes:,} in a row of them,"
+        self.dtype = self._stored_dtype.newbyteorder("=")
+        plan, shape, itemsize = dataset.get_create_plist(), dataset.shape, self.dtype.itemsize
+        is_filtered, is_chunked = bool(_filters(plan, *where)), plan.get_layout() == h5d.CHUNKED
+        self._chunk = tuple(plan.get_chunk()) if is_chunked else shape
+        self._grid = tuple(-(-n // max(c, 1)) for n, c in zip(shape, self._chunk, strict=True))
+        self._row_bytes, chunk_bytes = prod(shape[1:]) * itemsize, prod(self._chunk) * itemsize
+        self._band_bytes = self._chunk[0] * self._row_bytes  # of a row of chunks
+        if is_chunked and (chunk_bytes > MAX_CHUNK_BYTES or self._band_bytes > MAX_BAND_BYTES):
+            what = f"a chunk of {chunk_bytes:,} bytes, or {self._band_bytes:,} in a row of them,"
             raise _unsafe(what, *where, "store it in chunks of 1 MiB")
-        grid = tuple(-(-n // max(c, 1)) for n, c in zip(shape, self._chunks, strict=True))
-        self._compact = np.empty(0, self._stored_dtype)
-        if layout == h5d.COMPACT:  # in the header, at most 64 KiB
-            if dataset.get_storage_size() != chunk_bytes:
-                raise ValueError(f"a column of {chunk_bytes} bytes holds others")
-            self._compact, grid = np.empty(shape, self._stored_dtype), (0,)
-            dataset.read(h5s.ALL, h5s.ALL, self._compact, mtype=self._type)
-        listed = _listed_chunks(dataset, chunked, user_block)
+        stored = _Storage(dataset, is_chunked)
         # bytes of the chunks that were never written, which read as the fill value
-        self.unwritten = max((prod(grid) - len(listed)) * chunk_bytes, 0)
+        self.unwritten = max((prod(self._grid) - stored.chunks) * chunk_bytes, 0)
         if self.unwritten > MAX_UNWRITTEN_BYTES:
             what = f"a column of shape {shape} of which {self.unwritten} bytes were never written"
             raise _unsafe(what, *where, "the file is damaged or cut short: get it again")
-        offsets, sizes = listed[:, 0], listed[:, 1]
-        exact = bool(self._filters) or (sizes == chunk_bytes).all()
-        if not exact or sizes.max(initial=0) > 2 * chunk_bytes + 4096:
+        is_exact = is_filtered or not stored.chunks or stored.least == stored.most == chunk_bytes
+        if not is_exact or stored.most > 2 * chunk_bytes + 4096:
             raise ValueError(f"a chunk of {chunk_bytes} bytes is stored in others")
-        if (offsets + sizes).max(initial=0) > file.identity[2]:
+        if stored.end > file.identity[2]:
             raise ValueError("data lie behind the end of the file")
-        # of each chunk, in row-major order: offset in the file or -1, bytes, skipped filters
-        self._stored = np.full((prod(grid), 3), (-1, 0, 0), np.int64)
-        if listed.size:
-            coordinates = listed[:, 3:] // np.array(self._chunks)
-            self._stored[np.ravel_multi_index(tuple(coordinates.T), grid)] = listed[:, :3]
-        fill = h5py.Dataset(dataset).fillvalue if self.unwritten else 0
-        self._fill = np.asarray(fill).astype(self._stored_dtype)
-        same = self._type == h5t.py_create(self._stored_dtype)
-        self._is_odd = self._type.get_class() == h5t.INTEGER and not same
-        if self._is_odd and self._fill:
-            raise ValueError(f"a fill value of a type that only resembles {self.dtype}")
-        self._kept: tuple[int, npt.NDArray[Any]] | None = None  # the last row of chunks
-        chunk_rows = self._chunks[0] if chunked else 1
+        # where rows lie one behind the other as NumPy has them: opening HDF5 takes 20 times as long
+        self._place = None if is_chunked or header.is_packed else dataset.get_offset()
+        self._check = ChunkCheck(plan, itemsize) if is_filtered else None
+        self._checked = bytearray(self._grid[0] if is_filtered else 0)  # a row of chunks each
+        self._kept = 0, np.empty((0, *shape[1:]), self.dtype)  # first row, last row of chunks
+        chunk_rows = self._chunk[0] if is_chunked else 1
         # rows a read that suit the chunks: whole rows of them, about 8 MiB
         rows = max(READ_BYTES // self._row_bytes // chunk_rows, 1) * chunk_rows
         self.preferred_rows = max(1, min(rows, MAX_READ_BYTES // self._row_bytes))
 
     def check(self) -> None:
         """Refuse chunks that are shorter or longer than they claim."""
-        if not self._filters:
-            return  # seen when it was opened
-        with _reading(self._file.path), self._file.open() as file:
-            for number in range(len(self._stored)):
-                self._chunk(file.fileno(), number)
+        with _reading(self._file.path), self._open() as dataset:
+            self._check_chunks(dataset, 0, dataset.shape[0])
 
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
         """Return rows ``[start, stop)``, (stop - start, *shape), native byte order."""
-        rows = np.empty((stop - start, *self.shape[1:]), self._stored_dtype)
-        first = start + self._first
-        if self._compact.size:
-            rows[:] = self._compact[first : first + len(rows)]
-        elif rows.size:
+        first, last = start + self._first, stop + self._first
+        if self._place is not None:
+            rows = np.empty((last - first, *self.shape[1:]), self._stored_dtype)
             with _reading(self._file.path), self._file.open() as file:
-                self._read_into(rows, file.fileno(), first)
+                place = self._place + first * self._row_bytes
+                _pread_into(file.fileno(), rows.reshape(-1).view(np.uint8).data, place)
+            return rows.astype(self.dtype, copy=False)
+        kept_first, kept = self._kept
+        before = kept[first - kept_first : last - kept_first] if first >= kept_first else kept[:0]
+        first += len(before)
+        after = self._decode(first, last) if first < last else before[:0]
         if stop == self.shape[0]:  # a file may have thousands of columns
-            self._kept = self._decoder = None
-        if self._is_odd:  # as 12-bit integers
-            h5t.convert(self._type, h5t.py_create(self.dtype), rows.size, rows)
-            return rows.view(self.dtype)
-        return rows.astype(self.dtype, copy=False)
+            self._kept = 0, kept[:0]
+        return np.concatenate([before, after]) if len(before) else after
 
-    def _read_into(self, rows: npt.NDArray[Any], file: int, start: int) -> None:
-        view: npt.NDArray[np.uint8] = rows.reshape(-1).view(np.uint8)
-        most, row_bytes, stop = self._chunks[0], self._row_bytes, start + len(rows)
-        whole = not self._filters and self._chunks[1:] == self.shape[1:]
-        for index in range(start // most, -(-stop // most)):  # rows of chunks
-            first, last = max(start, index * most), min(stop, (index + 1) * most)
-            if whole and (offset := int(self._stored[index, 0])) >= 0:
-                part = view[(first - start) * row_bytes : (last - start) * row_bytes]
-                _pread_into(file, part.data, offset + (first - index * most) * row_bytes)
-            else:
-                band = self._decode(file, index)
-                rows[first - start : last - start] = band[first - index * most :][: last - first]
+    def _decode(self, first: int, last: int) -> npt.NDArray[Any]:
+        """Return rows ``[first, last)`` as stored, and keep the last row of chunks."""
+        most, low, high = self._chunk[0], first, last
+        is_kept = self._check is not None and self._band_bytes <= KEPT_BYTES
+        if is_kept:  # chunks are decoded as a whole
+            low, high = first // most * most, -(-last // most) * most
+        with _reading(self._file.path), self._open() as dataset:
+            self._check_chunks(dataset, first, last)
+            rows: npt.NDArray[Any] = dataset[low:high].astype(self.dtype, copy=False)
+        if is_kept:
+            band = (last - 1) // most * most
+            self._kept = band, rows[band - low :].copy()
+        return rows[first - low : last - low]
 
-    def _decode(self, file: int, index: int) -> npt.NDArray[Any]:
-        """Return a row of chunks, (chunk rows, *stored step); the next read may go on in it."""
-        if self._kept and self._kept[0] == index:
-            return self._kept[1]
-        shape, widths = self.shape[1:], self._chunks[1:]
-        grid = [-(-n // c) for n, c in zip(shape, widths, strict=True)]
-        band = np.empty((self._chunks[0], *shape), self._stored_dtype)
-        for number, place in enumerate(np.ndindex(*grid)):
-            plain = self._chunk(file, index * prod(grid) + number)
-            corner = zip(place, widths, strict=True)
-            target = band[(slice(None), *(slice(i * w, (i + 1) * w) for i, w in corner))]
-            target[...] = self._fill if plain is None else plain[tuple(map(slice, target.shape))]
-        self._kept = (index, band) if band.nbytes <= KEPT_BYTES else None
-        return band
+    @contextmanager
+    def _open(self) -> Iterator[h5py.Dataset]:
+        self._file.open().close()  # refuses one that has changed
+        file = _open_library(self._file.path)
+        try:
+            yield h5py.Dataset(h5d.open(file, self._path.encode()))
+        finally:
+            file.close()
 
-    def _chunk(self, file: int, number: int) -> npt.NDArray[Any] | None:
-        """Read and decode a chunk; ``None`` if it was never written."""
-        offset, size, skipped = self._stored[number].tolist()
-        if offset < 0:
-            return None
-        raw = bytearray(size)
-        _pread_into(file, memoryview(raw), offset)
-        self._decoder = self._decoder or ChunkDecoder(self._plan, self._type)
-        plain = self._decoder.decode(raw, skipped)
-        return np.frombuffer(plain, self._stored_dtype).reshape(self._chunks)
+    def _check_chunks(self, dataset: h5py.Dataset, start: int, stop: int) -> None:
+        """Check the chunks of rows that were not checked before."""
+        for index in range(start // self._chunk[0], -(-stop // self._chunk[0])):
+            if self._check is None or self._checked[index]:
+                continue
+            for place in np.ndindex(*self._grid[1:]):
+                corner = tuple(n * c for n, c in zip((index, *place), self._chunk, strict=True))
+                try:
+                    skipped, raw = dataset.id.read_direct_chunk(corner)
+                except RuntimeError:  # it was never written
+                    continue
+                self._check.check(raw, skipped)
+            self._checked[index] = True
+
+
+class _Storage:
+    """The stored bytes of a dataset: the number of its chunks, their sizes, where they end."""
+
+    def __init__(self, dataset: h5d.DatasetID, is_chunked: bool) -> None:
+        self.chunks = self.most = self.end = 0
+        self.least = sys.maxsize
+        if is_chunked:
+            dataset.chunk_iter(lambda chunk: self._add(chunk.byte_offset, chunk.size))
+        elif size := int(dataset.get_storage_size()):  # in the header where it has no offset
+            self._add(dataset.get_offset() or 0, size)
+
+    def _add(self, offset: int, size: int) -> None:
+        self.chunks, self.end = self.chunks + 1, max(self.end, offset + size)
+        self.least, self.most = min(self.least, size), max(self.most, size)
+
+
+def _open_library(path: Path) -> h5f.FileID:
+    """Open a file of which the headers may be read, as `h5py.File` does."""
+    plan = h5p.create(h5p.FILE_ACCESS)
+    plan.set_fclose_degree(h5f.CLOSE_STRONG)
+    plan.set_file_locking(True, True)
+    return h5f.open(os.fsencode(path), h5f.ACC_RDONLY, plan)
 
 
 def _unsafe(what: str, path: Path, name: str, remedy: str = _PLAIN) -> InputError:
     return InputError("SOURCE_UNSAFE", f"{what} is not accepted", f"{path}: {name}", remedy)
-
-
-@cache
-def _leaves_out_user_block() -> bool:
-    """Tell an HDF5 before 1.14.4, whose addresses of chunks begin behind the user block."""
-    image = BytesIO()
-    with h5py.File(image, "w", userblock_size=512) as file:
-        chunk = file.create_dataset("x", data=np.frombuffer(b"chunk", np.uint8), chunks=(5,))
-        file.flush()
-        offset = chunk.id.get_chunk_info(0).byte_offset
-    return image.getvalue()[offset : offset + 5] != b"chunk"
-
-
-def _listed_chunks(dataset: h5d.DatasetID, chunked: bool, user_block: int) -> Int64Array:
-    """Return for each chunk that was written its offset, bytes, skipped filters and first row."""
-    flat = array("q")  # 1,000,000 chunks are not rare: h5py's appending makes them
-    if chunked:
-        before = user_block if user_block and _leaves_out_user_block() else 0
-        dataset.chunk_iter(lambda c: flat.extend((c[2] + before, c[3], c[1], *c[0])))
-    elif (offset := dataset.get_offset()) is not None:  # neither compact nor never written
-        flat.extend((offset, int(dataset.get_storage_size()), 0, *(0 for _ in dataset.shape)))
-    return np.frombuffer(flat, np.int64).reshape(-1, 3 + len(dataset.shape))
 
 
 def _filters(plan: Any, path: Path, name: str) -> tuple[int, ...]:
@@ -373,24 +364,21 @@ def _pread_into(file: int, buffer: memoryview, offset: int) -> None:
         raise ValueError("the file ends before its data do")
 
 
-def _dtype(dataset: Any) -> tuple[np.dtype[Any] | None, str]:
-    """Return the dtype whose bytes are those of the file, ``None`` if there is none; and its name.
-
-    HDF5 has types that NumPy's only resemble.  Integers of fewer bits are converted when read.
-    """
+def _dtype(dataset: Any) -> tuple[np.dtype[Any] | None, str, bool]:
+    """Return the dtype, ``None`` where NumPy's only resemble it; its name; if bits are packed."""
     try:
         dtype, stored = np.dtype(dataset.dtype), dataset.get_type()
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
-        return None, f"unknown type ({error})"
+        return None, f"unknown type ({error})", False
     if dtype.kind not in "biufc" or dtype.itemsize > 16 or dtype.char in "gG":
-        return None, f"type {dtype}"
+        return None, f"type {dtype}", False
     if dtype.kind in "iu" and stored.get_class() == h5t.ENUM:
         stored = stored.get_super()
     plain = np.dtype(dtype.str)  # without h5py's enum metadata
-    is_packed = stored.get_class() == h5t.INTEGER and stored.get_size() == plain.itemsize
-    if h5t.py_create(plain, logical=True) != stored and not is_packed:
-        return None, f"a type that only resembles {plain}"
-    return plain, plain.name
+    is_packed = h5t.py_create(plain, logical=True) != stored
+    if is_packed and (stored.get_class() != h5t.INTEGER or stored.get_size() != plain.itemsize):
+        return None, f"a type that only resembles {plain}", False
+    return plain, plain.name, is_packed
 
 
 def _plain(value: Any, most: int = 500) -> Plain | None:

@@ -1,9 +1,7 @@
-"""Decoders of HDF5's filters, each bounded in what it may produce.
+"""Chunks behind HDF5's filters, measured before HDF5 decodes them.
 
-A hostile chunk is why chunks are not read through h5py.  HDF5 hands one that decodes to fewer bytes
-than its size on with whatever the memory held before, and lets one that decodes to more grow
-without limit.  So Python's zlib and NumPy undo gzip, shuffle and checksums.  HDF5 itself undoes the
-rest, one filter at a time, behind a marker or a check of the length.
+HDF5 hands a chunk that decodes to fewer bytes than its size on with whatever the memory held
+before, lets one that decodes to more grow without limit, and reads packed numbers behind their end.
 """
 
 from __future__ import annotations
@@ -11,123 +9,107 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable
+from functools import lru_cache
 from math import prod
 from typing import Any
 
 import h5py
 import numpy as np
-from h5py import h5d, h5s, h5z
+from h5py import h5z
 
-Bytes = bytes | bytearray
+Values = tuple[int, ...]  # parameters of a filter
 SLACK = 64  # bytes of headers and checksums that filters put around a chunk's own
 MARKER_BYTES = 32  # of the longest literal run of LZF
 
 
-class ChunkDecoder:
-    """The filters of a dataset, and datasets in memory by which HDF5 undoes one of them."""
+class ChunkCheck:
+    """Refuses chunks of a dataset that do not decode to exactly their size."""
 
-    def __init__(self, plan: Any, kind: Any) -> None:
-        self.plan, self.kind, self.size = plan, kind, int(kind.get_size())
-        self.filters = [plan.get_filter(number) for number in range(plan.get_nfilters())]
-        self.bytes = prod(plan.get_chunk()) * self.size
-        self.most = self.bytes + SLACK
-        self.scratch: dict[int, h5d.DatasetID] = {}
+    def __init__(self, plan: Any, itemsize: int) -> None:
+        stored = [plan.get_filter(number) for number in range(plan.get_nfilters())]
+        self.filters = [(code, values) for code, _, values, _ in stored]
+        self.itemsize, self.bytes = itemsize, prod(plan.get_chunk()) * itemsize
+        self.is_packed = any(code in PACKED for code, _ in self.filters)
+        if self.is_packed and self.filters[0][0] not in PACKED:
+            raise ValueError("numbers are packed behind another filter")
 
-    def decode(self, raw: Bytes, skipped: int) -> Bytes:
-        """Undo filters; anything but a chunk's bytes is a ValueError.
+    def check(self, raw: bytes, skipped: int) -> None:
+        """Follow the filters back; anything but a chunk's bytes is a ValueError.
 
         Bit i of `skipped` is set where filter i was not applied, as for data that do not compress.
         """
-        for index, (code, _, values, _) in reversed([*enumerate(self.filters)]):
+        for index, (code, values) in reversed([*enumerate(self.filters)]):
             if not skipped >> index & 1:
                 raw = FILTERS[code][1](self, raw, values)
         if len(raw) != self.bytes:
             raise ValueError(f"a chunk of {self.bytes} bytes holds {len(raw)}")
-        return raw
-
-    def unpack(
-        self, code: int, values: tuple[int, ...], raw: Bytes, header: int, bits: int
-    ) -> Bytes:
-        """Let HDF5 undo a filter that packs numbers into some bits behind bytes of a header."""
-        if code not in self.scratch:
-            plan = self.plan.copy()
-            for other in {code for code, *_ in self.filters} - {code}:
-                plan.remove_filter(other)
-            space = h5s.create_simple(self.plan.get_chunk())
-            chunk = h5d.create(_new_file().id, b"x", self.kind, space, dcpl=plan)
-            if chunk.get_create_plist().get_filter(0)[2] != values:  # what HDF5 makes of the type
-                raise ValueError("a filter's parameters are not those of its column")
-            self.scratch[code] = chunk
-        if bits > 8 * self.size or 8 * (len(raw) - header) < bits * (self.bytes // self.size):
-            raise ValueError("a packed chunk ends early")
-        # HDF5 trusts the length: zeros behind it keep it inside the memory.
-        padded = bytes(raw).ljust(self.most, b"\0")
-        self.scratch[code].write_direct_chunk((0,) * len(self.plan.get_chunk()), padded)
-        plain = np.empty(self.bytes, np.uint8)
-        self.scratch[code].read(h5s.ALL, h5s.ALL, plain, mtype=self.kind)
-        return plain.tobytes()
 
 
-def _gzip(chunk: ChunkDecoder, raw: Bytes, _: tuple[int, ...]) -> Bytes:
+def _gzip(chunk: ChunkCheck, raw: bytes, _: Values) -> bytes:
     decoder = zlib.decompressobj()
-    plain = decoder.decompress(raw, chunk.most)
+    plain = decoder.decompress(raw, chunk.bytes + SLACK)
     if not decoder.eof:
         raise ValueError("a gzip'ed chunk ends early, or is larger than it says")
     return plain
 
 
-def _shuffle(chunk: ChunkDecoder, raw: Bytes, _: tuple[int, ...]) -> Bytes:
-    """Put the bytes of each element together; behind the last they stay as they are."""
-    whole = len(raw) // chunk.size * chunk.size
-    plain = np.frombuffer(raw, np.uint8, whole).reshape(chunk.size, -1).T.tobytes()
-    return plain + raw[whole:] if whole < len(raw) else plain
+def _shuffle(chunk: ChunkCheck, raw: bytes, _: Values) -> bytes:
+    if not chunk.is_packed:
+        return raw  # in another order
+    whole = len(raw) // chunk.itemsize * chunk.itemsize
+    plain = np.frombuffer(raw, np.uint8, whole).reshape(chunk.itemsize, -1).T.tobytes()
+    return plain + raw[whole:]
 
 
-def _fletcher32(_: ChunkDecoder, raw: Bytes, __: tuple[int, ...]) -> Bytes:
-    """Compare the checksum behind the data: sums of 16-bit words, and of these, mod 65,535."""
-    plain, stored = raw[:-4], np.frombuffer(raw[-4:], "<u2").astype(np.uint64)
-    words = np.frombuffer(plain + bytes(len(plain) % 2), ">u2").astype(np.uint64)
-    places = np.arange(words.size, 0, -1, dtype=np.uint64) % 65535
-    sums = np.array([words.sum(), (words * places).sum()])
-    if (sums % 65535 != stored % 65535).any():
-        raise ValueError("a chunk's checksum does not match")
-    return plain
+def _fletcher32(_: ChunkCheck, raw: bytes, __: Values) -> bytes:
+    if len(raw) < 4:
+        raise ValueError("a chunk ends before its checksum")
+    return raw[:-4]  # which HDF5 compares
 
 
-def _lzf(chunk: ChunkDecoder, raw: Bytes, _: tuple[int, ...]) -> Bytes:
-    most, code = chunk.most + MARKER_BYTES, h5z.FILTER_LZF
-    if code not in chunk.scratch:
-        plain = _new_file().create_dataset("x", (most,), "u1", chunks=(most,), compression="lzf")
-        chunk.scratch[code] = plain.id
+def _lzf(chunk: ChunkCheck, raw: bytes, _: Values) -> bytes:
+    most = chunk.bytes + SLACK + MARKER_BYTES
     if len(raw) > most:  # stored as it is
         raise ValueError("an LZF chunk is longer than what it holds")
     # A literal run behind the data: where its random bytes come out, the data end.
-    marker = os.urandom(MARKER_BYTES)
-    literal = bytes(raw) + bytes([MARKER_BYTES - 1]) + marker
-    chunk.scratch[code].write_direct_chunk((0,), literal)
-    decoded: bytes = h5py.Dataset(chunk.scratch[code])[()].tobytes()
-    end = decoded.find(marker)
+    marker, scratch = os.urandom(MARKER_BYTES), _lzf_scratch(most)
+    scratch.id.write_direct_chunk((0,), raw + bytes([MARKER_BYTES - 1]) + marker)
+    plain: bytes = scratch[()].tobytes()
+    end = plain.find(marker)
     if end < 0:
         raise ValueError("an LZF chunk ends early, or is larger than it says")
-    return decoded[:end]
+    return plain[:end]
 
 
-def _scaleoffset(chunk: ChunkDecoder, raw: Bytes, values: tuple[int, ...]) -> Bytes:
-    bits = int.from_bytes(raw[:4], "little")
-    return chunk.unpack(h5z.FILTER_SCALEOFFSET, values, raw, 21, bits)
+@lru_cache(maxsize=1)
+def _lzf_scratch(most: int) -> Any:
+    file = h5py.File(os.urandom(8).hex(), "w", driver="core", backing_store=False)
+    return file.create_dataset("x", (most,), "u1", chunks=(most,), compression="lzf")
 
 
-def _nbit(chunk: ChunkDecoder, raw: Bytes, values: tuple[int, ...]) -> Bytes:
-    if values[3] != 1:
+def _scaleoffset(chunk: ChunkCheck, raw: bytes, values: Values) -> bytes:
+    return _unpacked(chunk, len(raw) - 21, int.from_bytes(raw[:4], "little"), values[2], values[4])
+
+
+def _nbit(chunk: ChunkCheck, raw: bytes, values: Values) -> bytes:
+    if values[1]:  # nothing to pack
+        return raw
+    _, _, count, kind, size, _, bits, offset = values
+    if kind != 1 or not 0 < bits <= 8 * size - offset:
         raise ValueError("packed bits of a type that is no number")
-    return chunk.unpack(h5z.FILTER_NBIT, values, raw, 0, 8 * values[4] if values[1] else values[6])
+    return _unpacked(chunk, len(raw), bits, count, size)
 
 
-def _new_file() -> h5py.File:
-    return h5py.File(os.urandom(8).hex(), "w", driver="core", backing_store=False)
+def _unpacked(chunk: ChunkCheck, stored: int, bits: int, count: int, size: int) -> bytes:
+    if size != chunk.itemsize or count * size != chunk.bytes:
+        raise ValueError("a filter's parameters are not those of its column")
+    if bits > 8 * size or 8 * stored < bits * count:
+        raise ValueError("a packed chunk ends early")
+    return bytes(chunk.bytes)
 
 
-FILTERS: dict[int, tuple[str, Callable[[ChunkDecoder, Bytes, tuple[int, ...]], Bytes]]] = {
+PACKED = (h5z.FILTER_SCALEOFFSET, h5z.FILTER_NBIT)
+FILTERS: dict[int, tuple[str, Callable[[ChunkCheck, bytes, Values], bytes]]] = {
     h5z.FILTER_DEFLATE: ("gzip", _gzip),
     h5z.FILTER_SHUFFLE: ("shuffle", _shuffle),
     h5z.FILTER_FLETCHER32: ("fletcher32", _fletcher32),
