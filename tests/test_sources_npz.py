@@ -1,12 +1,15 @@
 """``.npz`` files: written as OGBench's scripts do, compared with what NumPy reads."""
 
+import io
 import tracemalloc
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.lib import format as npy
 
 from gear_offline.config.recipe import load_recipe
 from gear_offline.convert.conversion import convert
@@ -169,6 +172,16 @@ def test_flipped_bits_are_refused(tmp_path: Path) -> None:
     flipped[3000] ^= 16
     (tmp_path / "a.npz").write_bytes(flipped)
     refused(tmp_path / "a.npz", "SOURCE_READ")
+
+
+def test_claimed_rows_are_compared_with_what_is_stored(tmp_path: Path) -> None:
+    claimed = io.BytesIO()
+    header = {"descr": "<f4", "fortran_order": False, "shape": (1 << 40, 2)}
+    npy.write_array_header_1_0(claimed, header)
+    with zipfile.ZipFile(tmp_path / "x.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in ("observations", "actions"):
+            archive.writestr(f"{name}.npy", claimed.getvalue() + bytes(1000))
+    refused(tmp_path / "x.npz", "SOURCE_READ", "less than it claims", rule="steps=10")
 
 
 def test_a_count_from_another_number_is_told(tmp_path: Path) -> None:

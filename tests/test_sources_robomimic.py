@@ -1,6 +1,7 @@
 """robomimic's files: written as dataset_states_to_obs.py does, compared with a naive reading."""
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,54 @@ def test_one_number_an_episode_is_a_column(tmp_path: Path) -> None:
         assert "rewards" not in source.spec  # a row each, or none
         convert(source, tmp_path / "d", where="success and task > 0", quiet=True)
     assert open_dataset(tmp_path / "d").episodes.lengths.tolist() == [4]
+
+
+def test_numbers_in_attributes_of_groups_are_columns(tmp_path: Path) -> None:
+    path = write_demos(tmp_path / "x.hdf5")
+    success = {"demo_0": False, "demo_2": True, "demo_10": True}
+    with h5py.File(path, "a") as file:
+        for number, (name, demo) in enumerate(file["data"].items()):
+            demo.attrs.update(success=success[name], seed=7 + number, gain=0.5, note="text")
+            demo.attrs["terminated"] = success[name]
+            demo.attrs["vector"] = [1, 2]
+        seeds = {name: demo.attrs["seed"] for name, demo in file["data"].items()}
+        file["data/demo_0"].attrs["only_here"] = 1
+    with open_source(path, rule="terminated-as-truncations") as source:
+        assert not {"note", "vector", "num_samples", "only_here"} & {c.name for c in source.spec}
+        assert "only_here" in source.info.attributes["left_out"]
+        counts = [LENGTHS[name] for name in ORDER]
+        for column, dtype, values in (
+            ("success", np.bool_, success),
+            ("seed", np.int64, seeds),
+            ("gain", np.float64, dict.fromkeys(ORDER, 0.5)),
+        ):
+            rows = source.read(column, 0, source.spec.steps)
+            assert rows.dtype == source.spec[column].dtype == dtype
+            np.testing.assert_array_equal(rows, np.repeat([values[n] for n in ORDER], counts))
+        ends = [
+            success[name] and row == LENGTHS[name] - 1
+            for name in ORDER
+            for row in range(LENGTHS[name])
+        ]
+        np.testing.assert_array_equal(source.read("terminated", 0, len(ends)), ends)
+    for where in ("success", "success == 1 and seed > 0"):
+        convert(path, tmp_path / "d", where=where, overwrite=True, quiet=True)
+        assert open_dataset(tmp_path / "d").episodes.lengths.tolist() == [5, 7]
+
+
+def test_claimed_rows_take_no_memory(tmp_path: Path) -> None:
+    claimed = 20_000_000
+    with h5py.File(tmp_path / "x.hdf5", "w") as file:
+        for name in ("traj_0", "traj_1"):
+            group = file.create_group(name)
+            for column in ("actions", "observations"):
+                group.create_dataset(column, (claimed, 1), "f4", chunks=(4096, 1))
+            group["success"], group["terminated"], group.attrs["seed"] = 1.0, True, 3
+    tracemalloc.start()
+    refused(tmp_path / "x.hdf5", "SOURCE_UNSAFE", "never written")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10 << 20
 
 
 def test_groups_that_have_other_names_say_how_to_name_them(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 An episode is a group that holds ``actions`` (``data/demo_N``, ``traj_N``), or datasets of one
 number (``actions_N``).  Columns bear the names in it; the vectors of ``obs`` side by side, by name
-as in robomimic, are ``observations``.  ``mask/KEY`` lists some of robomimic's demonstrations.
+as in robomimic, are ``observations``.  A number of an episode, stored alone or as an attribute, is
+a column too.  ``mask/KEY`` lists some of robomimic's demonstrations.
 
 Shape legend: T steps of one episode.
 """
@@ -13,11 +14,12 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gear_offline.core.text import count_text
+from gear_offline.core.types import Array
 from gear_offline.dataset.scores import dataset_of_file
 from gear_offline.sources.base import Asked, Piece, Source, SourceInfo
 from gear_offline.sources.columns import common_columns, row_kinds, some_names, split_names
@@ -34,7 +36,29 @@ DONES = "dones mark a success or the end of a recording, and do not say which: e
 DONES += "counts as truncated; --rule done-only takes them as terminations"
 JOINED = "one row a step is needed everywhere: the file is damaged, or joined of several"
 STEPWISE = {"observations", "actions", "rewards", "obs", "next_obs"}
+SAMPLES = "num_samples"  # attribute of a demonstration: its steps
 Group = dict[str, Hdf5Dataset]
+
+
+class Number(NamedTuple):
+    """A column of one number an episode, at every step or a flag at the last one."""
+
+    value: Any
+    steps: int
+    at_end: bool = False
+
+    @property
+    def shape(self) -> tuple[int]:
+        return (self.steps,)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(self.value.dtype)
+
+    def read(self, start: int, stop: int) -> Array:
+        """Return rows ``[start, stop)``."""
+        rows = np.full(stop - start, self.value)
+        return rows & (np.arange(start, stop) == self.steps - 1) if self.at_end else rows
 
 
 def open_groups(file: Hdf5File, groups: Mapping[str, Group], asked: Asked) -> Source:
@@ -134,16 +158,19 @@ def _columns(
         if is_longer and column not in (rewards, *flags) and column[:5] != "next_":
             headers[column] = header._replace(shape=(steps, *header.shape[1:]))
             headers |= {after: headers[column]._replace(first=1)} if after else {}
-    for column, header in group.items() if steps > 0 else ():
-        if header.dtype and header.shape in {(), (1,)} - {(steps,)}:  # one an episode
-            value, last = file.scalar(header.path), np.arange(steps) == steps - 1
-            if column in flags:
-                headers[column] = flag_values(np.array([value]), column, where) & last
-            elif value is not None and column.split("/")[0] not in {rewards, *STEPWISE}:
-                headers[column] = np.full(steps, value, header.dtype)
+    numbers: dict[str, Any] = {n: v for n, v in file.numbers(name).items() if n not in group}
+    for column, header in group.items():
+        if header.dtype and header.shape in {(), (1,)} - {(steps,)}:
+            value = file.scalar(header.path)
+            numbers |= {} if value is None else {column: np.asarray(value, header.dtype)}
+    for column, value in numbers.items() if steps > 0 else ():
+        if column in flags:
+            headers[column] = Number(flag_values(value[None], column, where)[0], steps, at_end=True)
+        elif column != SAMPLES and column.split("/")[0] not in {rewards, *STEPWISE}:
+            headers[column] = Number(value, steps)
     optional = (*OPTIONAL, "next_obs")
     chosen, left_out = find_columns(headers, asked, (needed, "actions"), optional, where=where)
-    rows, claimed = headers[chosen[0]].shape[0], file.attribute(name, "num_samples")
+    rows, claimed = headers[chosen[0]].shape[0], file.attribute(name, SAMPLES)
     if isinstance(claimed, int) and claimed != rows:
         raise misfit(f"{count_text(rows, 'row')}, num_samples is {claimed}", where)
     own = {n: file.column(h) if isinstance(h := headers[n], Hdf5Dataset) else h for n in chosen}

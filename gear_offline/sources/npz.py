@@ -30,6 +30,7 @@ from gear_offline.sources.input_files import InputFile, misfit, reading_errors
 from gear_offline.sources.rules import ARTIFICIAL
 
 READ_BYTES = 1 << 20
+MAX_RATIO = 1032  # of deflate
 MAX_WHOLE_BYTES = 1 << 30  # of an array that is stored by columns
 OGBENCH = "taken for OGBench's: terminals end recordings; --rule terminals counts terminations"
 
@@ -126,6 +127,11 @@ def open_npz(path: Path, asked: Asked) -> Source:
                 raise ValueError(f"{entry.filename} is compressed as NumPy does not")
             name = entry.filename.removesuffix(".npy")
             members[name] = Member(path, f"{path}: {name}", partial(archive.open, entry))
+            shape, dtype = members[name].shape, members[name].dtype
+            claimed = 0 if dtype.hasobject else prod(shape) * dtype.itemsize
+            most = MAX_RATIO * min(entry.compress_size, file.identity[2])
+            if not claimed <= entry.file_size <= most:
+                raise ValueError(f"{entry.filename} holds less than it claims")
     if "valids" in members:
         what = "a compact dataset of OGBench: two rows are flagged at each end"
         raise misfit(what, path, "give ogbench's own file, or save with compact_dataset=False")
