@@ -28,6 +28,7 @@ from gear_offline.progress import Progress
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source
 from gear_offline.sources.combine import dataset_source
+from gear_offline.sources.d4rl import EXPORTED
 from gear_offline.sources.flat import EDITS
 from gear_offline.sources.hdf5 import SUFFIXES
 
@@ -111,7 +112,7 @@ def export_hdf5(
         info = source.info
         attributes: dict[str, str | float] = {
             "exported_from": f"{info.uri} ({info.format}; rule {info.rule})",
-            "gear_offline": gear_offline.__version__,
+            EXPORTED: gear_offline.__version__,
             "rule": "timeouts" if inside else "terminals|timeouts",
         }
         if info.environment_id:

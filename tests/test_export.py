@@ -12,7 +12,7 @@ import gear_offline.export
 from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.export import export_hdf5
-from gear_offline.sources import from_episodes, open_source, pick_episodes
+from gear_offline.sources import from_arrays, from_episodes, open_source, pick_episodes
 from tests.hdf5_files import write
 from tests.support import ArraySource, Captured, Patch, hopper_columns, one_error
 
@@ -118,6 +118,42 @@ def test_episodes_survive_terminals_inside_them(
         assert again.info.rule == "timeouts"
         assert again.episodes.lengths.tolist() == [1001, 1001, 1001]
         assert again.terminated.tolist() == [True, False, False]
+
+
+LAYOUTS: dict[str, Mapping[str, Any]] = {
+    "flat": {"observations": np.zeros((60, 5), np.float32)},
+    "goals": {f"observations/{n}": np.ones((60, 2)) for n in ("observation", "desired_goal")},
+    "images": {"observations": np.zeros((60, 4, 4, 3), np.uint8)},
+    "antmaze": {"observations": np.zeros((60, 29)), "actions": np.zeros((60, 8))},
+    "kitchen": {
+        "observations": np.zeros((60, 60)),
+        "actions": np.zeros((60, 9)),
+        "infos": 60 * [1],
+    },
+    "groups": {f"demo_{n}/observations": np.zeros((60, 2)) for n in (0, 1)}
+    | {"demo_0/actions": np.ones((60, 2))},
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["mine", "antmaze-umaze-v2", "kitchen-mixed-v0", "maze2d-large-v1"]
+)
+@pytest.mark.parametrize("rewards", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_episodes_of_an_exported_file_are_not_guessed(
+    tmp_path: Path, layout: str, rewards: bool, name: str
+) -> None:
+    goals, ends = np.isin(np.arange(60), [5, 6, 25, 50]), np.isin(np.arange(60), [19, 39, 59])
+    columns = {"actions": np.zeros((60, 2), np.float32), **LAYOUTS[layout]}
+    columns |= {"rewards": np.ones(60, np.float32)} if rewards else {}
+    for terminals, timeouts, rule in ((goals, ends, "timeouts"), (ends, goals & ends, None)):
+        flags = {"terminals": terminals, "timeouts": timeouts}
+        with from_arrays({**columns, **flags}, rule=rule) as source:
+            path = export_hdf5(source, tmp_path / f"{name}.hdf5", overwrite=True, quiet=True)
+            with open_source(path, partial=layout == "groups") as again:
+                assert again.episodes.lengths.tolist() == [20, 20, 20]
+                np.testing.assert_array_equal(again.terminated, source.terminated)
+                assert {c.name: c for c in again.spec} == {c.name: c for c in source.spec}
 
 
 def test_choices_and_paths(dataset: Dataset, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from gear_offline.sources.rules import ARTIFICIAL
 
 SERVER = "http://rail.eecs.berkeley.edu/datasets/offline_rl/"  # d4rl/infos.py; it has no https
 TIMEOUT_SECONDS = 30.0
+EXPORTED = "gear_offline"  # attribute of our own files, by which no layout is guessed
 
 
 class Family(NamedTuple):
@@ -79,10 +80,11 @@ class D4rlFile(NamedTuple):
 
         Columns are those that the user's `names` make; widths are those that are stored.
         """
-        here = names_after(datasets, names)
+        here, is_exported = names_after(datasets, names), EXPORTED in attributes
         has_timeouts = "timeouts" in here
         foreign = not has_timeouts and any(flag in here for flag in TIME_FLAGS)
-        if foreign or not {"observations", "actions", "rewards", "terminals"} <= here:
+        is_d4rl = not foreign and {"observations", "actions", "rewards", "terminals"} <= here
+        if not (is_exported or is_d4rl):
             return None
         env_id = str(attributes.get("env_id") or "")
         environment = env_id if is_gymnasium_id(env_id) else None
@@ -90,11 +92,11 @@ class D4rlFile(NamedTuple):
         stored = (datasets.get(n) or datasets.get(names.get(n, "")) for n in wanted)
         widths = tuple(prod(((part and part.shape) or ())[1:]) for part in stored)
         family, evidence, dataset = FAMILIES[-1], "attributes", dataset_of_file(name)
-        if not ("gear_offline" in attributes or {*names} & {*TERMINAL_FLAGS}):
+        if not (is_exported or {*names} & {*TERMINAL_FLAGS}):
             family, evidence = _family_told(name, env_id, widths, here)
             dataset = dataset if widths in family.widths else None
         rule = family.rule if has_timeouts else family.rule_without_timeouts
-        if "gear_offline" in attributes:  # flags at their word
+        if is_exported:  # flags at their word
             rule = str(attributes.get("rule", rule))
         reference = None if environment else dataset or dataset_of_file(env_id)
         return cls(dataset or name, family, evidence, rule, environment, reference)

@@ -10,7 +10,6 @@ Shape legend: N rows.
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 import h5py
 import numpy as np
 import numpy.typing as npt
-from h5py import h5d, h5f, h5g, h5l, h5o, h5p, h5t
+from h5py import h5d, h5g, h5l, h5o, h5t
 
 from gear_offline.core.files import Closing, read_at
 from gear_offline.errors import InputError
@@ -92,7 +91,7 @@ class Hdf5File(Closing):
                 remedy += "HDF5, npz, parquet, arrow and zarr are read"
                 raise InputError("SOURCE_READ", what, str(path), remedy)
             try:
-                self._file = h5py.File(_open_library(path))
+                self._file = h5py.File(path, "r", locking="best-effort")
             except BlockingIOError as error:  # locked: not damaged, but not complete either
                 what, remedy = "another program has the file open for writing", "close it there"
                 raise InputError("SOURCE_READ", what, where=str(path), remedy=remedy) from error
@@ -301,11 +300,8 @@ class Hdf5Column:
     @contextmanager
     def _open(self) -> Iterator[h5py.Dataset]:
         self._file.open().close()  # refuses one that has changed
-        file = _open_library(self._file.path)
-        try:
-            yield h5py.Dataset(h5d.open(file, self._path.encode()))
-        finally:
-            file.close()
+        with h5py.File(self._file.path, "r", locking="best-effort") as file:
+            yield file[self._path]
 
     def _check_chunks(self, dataset: h5py.Dataset, start: int, stop: int) -> None:
         """Check the chunks of rows that were not checked before."""
@@ -336,14 +332,6 @@ class _Storage:
     def _add(self, offset: int, size: int) -> None:
         self.chunks, self.end = self.chunks + 1, max(self.end, offset + size)
         self.least, self.most = min(self.least, size), max(self.most, size)
-
-
-def _open_library(path: Path) -> h5f.FileID:
-    """Open a file of which the headers may be read, as `h5py.File` does."""
-    plan = h5p.create(h5p.FILE_ACCESS)
-    plan.set_fclose_degree(h5f.CLOSE_STRONG)
-    plan.set_file_locking(True, True)
-    return h5f.open(os.fsencode(path), h5f.ACC_RDONLY, plan)
 
 
 def _unsafe(what: str, path: Path, name: str, remedy: str = _PLAIN) -> InputError:

@@ -22,7 +22,7 @@ from gear_offline.errors import InputError, given_path
 from gear_offline.sources.base import Asked, Source
 from gear_offline.sources.columns import some_names
 from gear_offline.sources.combine import dataset_source, join_sources, turned, with_columns
-from gear_offline.sources.d4rl import find_or_download
+from gear_offline.sources.d4rl import EXPORTED, find_or_download
 from gear_offline.sources.dqn_replay import open_dqn_replay, replay_folder
 from gear_offline.sources.episode_ends import judge_ends
 from gear_offline.sources.flags import LIMIT, MEANING, chosen_flags, true_rows
@@ -242,7 +242,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _open_hdf5(path: Path, asked: Asked) -> Source:
     """Open an HDF5 file by its layout; with a key, which may be empty, it is robomimic's."""
     with Hdf5File(path.absolute()) as file:
-        if groups := episode_groups(file, asked.names):
+        is_exported = file.attribute("/", EXPORTED) is not None
+        if not is_exported and (groups := episode_groups(file, asked.names)):
             return open_groups(file, groups, asked)
         if asked.key is None:
             return open_hdf5(file, asked)
