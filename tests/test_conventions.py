@@ -653,7 +653,24 @@ def test_rows_that_do_not_follow_each_other_are_told(
     )
     assert bool(jumps) == (not limits or order.ndim > 1)
     told = [text for text in said if "are not those of the next row" in text]
-    assert [text.split(" of the first")[0] for text in told] == [f"at {jumps} "[:-1]] * bool(jumps)
+    assert [text.split(" of ")[0] for text in told] == [f"at {jumps}"] * bool(jumps)
+
+
+@pytest.mark.parametrize("name", ["observations", "observations/state"])
+@pytest.mark.parametrize("without_next", [False, True])
+def test_ends_are_missed_anywhere_in_a_file(tmp_path: Path, name: str, without_next: bool) -> None:
+    steps, jump = 20_000, 15_000  # behind the first blocks that are read
+    state = np.repeat(
+        np.arange(steps)[:, None] + 100.0 * (np.arange(steps) >= jump)[:, None], 64, 1
+    )
+    rows = {name: state, f"next_{name}": state + 1}
+    assert (rows[f"next_{name}"][:-1] != state[1:]).any(1).sum() == 1
+    rows |= {"actions": np.zeros((steps, 1)), "rewards": np.ones(steps)}
+    rows |= {"terminals": np.arange(steps) == steps - 1, "timeouts": np.zeros(steps, bool)}
+    columns = [name, "actions"] if without_next else None
+    said = go.convert(hdf5(tmp_path, rows), tmp_path / "d", columns=columns, quiet=True)
+    told = [t for t in said.source.warnings if "not those of the next row" in t]
+    assert [t.split(" steps")[0] for t in told] == [f"at 1 of {steps:,}"]
 
 
 @pytest.mark.parametrize("writer", [hdf5, npz])

@@ -82,8 +82,8 @@ SHARD_BYTES = 256 << 20
 BLOCK_BYTES = 16 << 20
 PICTURES = (b"\xff\xd8\xff", b"\x89PNG")  # the beginning of a file
 NEXT = "next_observations"
-COMPARED_BYTES = 4 << 20  # of them, with the observations of the next rows
-BLOCK_STEPS = 1 << 20  # of rewards that are compared at a time
+COMPARED_BYTES = 4 << 20  # of observations and next ones, at a time
+BLOCK_STEPS = 1 << 20  # of rewards or actions that are looked at, at a time
 MAX_WIDTH = 2 << 20  # numbers a step: the statistics of each take 90 bytes of a manifest
 MOST_CHOICES = 1000  # whole numbers below this in a float column look like numbers of choices
 MAX_FACT_CHARS = 4096  # of each attribute of a source in the manifest
@@ -268,12 +268,18 @@ def convert(
             file.open().close()  # refuses one that has changed
         recorded = _environment(info, environment, environment_options, scores)
         manifest = _manifest(source, plan, written, files, recorded)
+        made, facts = with_shards(folder, manifest), dict(manifest.source.attributes)
         if map is not None:
             before = whole if kept is None else pick_episodes(whole, np.frombuffer(kept, np.bool_))
-            edits = _edits_of_map(before, with_shards(folder, manifest))
-            facts = {"attributes": manifest.source.attributes | edits}
-            manifest = manifest.replaced(source=manifest.source.model_copy(update=facts))
-        lines = [*summary(manifest), *_looks_discrete(source, manifest)]
+            facts |= _edits_of_map(before, made)
+        # what was written is read faster than what it was made of
+        is_there = map is None and len(_pairs(made)) == len(_pairs(whole))
+        if note := _steps_apart(made if is_there else whole):
+            facts["warnings"] = [*texts(facts.get("warnings")), note]
+        manifest = manifest.replaced(
+            source=manifest.source.model_copy(update={"attributes": facts})
+        )
+        lines = [*summary(manifest), *_looks_discrete(made)]
         write_file(folder / MANIFEST_NAME, manifest.encode())
     for line in lines:
         say(line, quiet=quiet)
@@ -416,15 +422,17 @@ def _refuse_encoded(source: Source, columns: Sequence[ColumnSpec]) -> None:
             raise InputError("COLUMN", what, source.info.uri, "decode them in a --map function")
 
 
-def _looks_discrete(source: Source, manifest: Manifest) -> list[str]:
+def _looks_discrete(made: Dataset) -> list[str]:
     """Return a note if actions look like numbers of choices that are stored as floats."""
-    statistics = manifest.statistics.get("actions")
+    statistics, steps = made.manifest.statistics.get("actions"), made.spec.steps
     if statistics is None or statistics.mean.size != 1:
         return []
     low, high = statistics.min.item(), statistics.max.item()
-    rows = source.read("actions", 0, min(manifest.steps, 1000))
-    is_float = manifest.spec["actions"].dtype.kind == "f"
-    if not (is_float and low >= 0 and high < MOST_CHOICES and (rows == np.rint(rows)).all()):
+    if not (made.spec["actions"].dtype.kind == "f" and 0 <= low <= high < MOST_CHOICES):
+        return []
+    bounds = ((start, min(start + BLOCK_STEPS, steps)) for start in range(0, steps, BLOCK_STEPS))
+    blocks = (made.read("actions", *bound) for bound in bounds)
+    if not all((rows == np.rint(rows)).all() for rows in blocks):
         return []
     note = f"note: actions look like whole numbers from 0 to {high:.0f}"
     return [f"{note}; if they are numbers of choices, convert with --discrete actions"]
@@ -502,12 +510,9 @@ def _looks_wrong(source: Source) -> Iterator[str]:
 
 
 def _rows_look_wrong(source: Source, has_last: bool) -> Iterator[str]:
-    """Yield doubts about unused last rows, and first rows that do not follow each other.
-
-    Rows of an episode that is left out anyway are not doubted: `has_last` says that it is kept.
-    """
-    steps, kinds, ends = source.spec.steps, kinds_of(source), source.episodes.offsets[1:]
-    names = [name for name in kinds if name.split("/")[0] in (REWARDS, *REQUIRED)][::-1]
+    """Yield doubts about unused last rows, unless their episode is left out: not `has_last`."""
+    steps, ends = source.spec.steps, source.episodes.offsets[1:]
+    names = [name for name in kinds_of(source) if name.split("/")[0] in (REWARDS, *REQUIRED)][::-1]
     last = (source.read(name, steps - 2, steps) for name in names)  # mostly of rewards alone
     if (
         has_last
@@ -518,13 +523,35 @@ def _rows_look_wrong(source: Source, has_last: bool) -> Iterator[str]:
     ):
         what = "the last rows are all zeros, as of a buffer that was not full"
         yield f"{what}; --where 'episode < {ends.size - 1}' leaves the last episode out"
-    if steps > 2 and kinds.get(NEXT, 0) == kinds.get(REQUIRED[0]):
-        rows = min(steps, 3 + COMPARED_BYTES // source.spec[NEXT].step_bytes)
-        after, now = source.read(NEXT, 0, rows - 1), source.read(REQUIRED[0], 1, rows)
-        far = ~np.isclose(after, now, 1e-3, 1e-3, equal_nan=True).reshape(rows - 1, -1).all(1)
-        if jumps := np.setdiff1d(np.flatnonzero(far) + 1, ends).size:
-            what = f"at {jumps:,} of the first {rows:,} steps {NEXT} are not those of the next row"
-            yield f"{what}: ends are missing (--ends KIND:COLUMN), or rows are out of order"
+
+
+def _pairs(data: Source | Dataset) -> list[tuple[str, str]]:
+    """Return observations and their next ones: of vectors, if there are any."""
+    kinds = kinds_of(data)
+    named = [(f"next_{name}", name) for name in kinds if name.split("/")[0] == REQUIRED[0]]
+    pairs = [pair for pair in named if kinds.get(pair[0]) == kinds[pair[1]]]
+    return [pair for pair in pairs if len(kinds[pair[1]][1]) < 2] or pairs
+
+
+def _steps_apart(data: Source | Dataset) -> str:
+    """Return a doubt about rows whose next observations the next row of their episode has not."""
+    pairs, steps, ends, jumps = _pairs(data), data.spec.steps, data.episodes.offsets[1:], 0
+    width = sum(data.spec[name].step_bytes for _, name in pairs)
+    rows = max(1, COMPARED_BYTES // max(width, 1))
+    for start in range(0, steps - 1, rows) if pairs else ():
+        stop = min(start + rows, steps - 1)
+        is_far = np.zeros(stop - start, np.bool_)
+        for after, now in pairs:
+            left = data.read(after, start, stop).reshape(stop - start, -1)
+            right = data.read(now, start + 1, stop + 1).reshape(stop - start, -1)
+            differ = np.flatnonzero((left != right).any(1))
+            near = np.isclose(left[differ], right[differ], 1e-3, 1e-3, equal_nan=True)
+            is_far[differ] |= ~near.all(1)
+        first, last = np.searchsorted(ends, (start + 1, stop + 1))
+        is_far[ends[first:last] - start - 1] = False
+        jumps += int(is_far.sum())
+    what = f"at {jumps:,} of {count_text(steps, 'step')} {NEXT} are not those of the next row"
+    return f"{what}: ends are missing (--ends KIND:COLUMN), or rows are out of order" * bool(jumps)
 
 
 def _of_kept(info: SourceInfo, kept: Sequence[ColumnSpec], names: Mapping[str, str]) -> SourceInfo:
