@@ -52,8 +52,8 @@ class Number(NamedTuple):
         return (self.steps,)
 
     @property
-    def dtype(self) -> np.dtype[Any]:
-        return np.dtype(self.value.dtype)
+    def dtype(self) -> Any:
+        return self.value.dtype
 
     def read(self, start: int, stop: int) -> Array:
         """Return rows ``[start, stop)``."""
