@@ -164,7 +164,7 @@ def probe(code: str, *, seconds: float = SECONDS) -> Probe:
     script = f"import json\nfacts = {{}}\n{code}\nprint(json.dumps(facts))"
     try:
         done = subprocess.run(
-            [sys.executable, "-c", script],
+            [sys.executable, "-P", "-c", script],  # nothing of the folder we stand in
             capture_output=True,
             text=True,
             timeout=seconds,

@@ -71,7 +71,8 @@ class Worker(Closing):
     """
 
     def __init__(self, *, threads: int | None = 1) -> None:
-        # Its modules are to be found where ours were, as with multiprocessing's spawn.
+        # Its modules are found where ours are, and nowhere else: -P leaves the folder out that we
+        # stand in.
         variables = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
         if threads is not None:
             variables["OMP_NUM_THREADS"] = str(threads)
@@ -81,7 +82,7 @@ class Worker(Closing):
         arguments = [str(other.fileno()), str(os.getpid())]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "gear_offline.workers", *arguments],
+                [sys.executable, "-P", "-m", "gear_offline.workers", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,
@@ -145,10 +146,13 @@ class Worker(Closing):
         code = self._process.wait()
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").strip().splitlines()
-        how = f"exit code {code}" + (f": {lines[-1]}" if lines else "")
+        how, remedy = f"exit code {code}", "memory may have run out: use fewer workers"
         if code < 0:
             how = f"killed by {signal.Signals(-code).name}"
-        remedy = "memory may have run out: use fewer workers"
+        elif lines:
+            at = [line.strip() for line in lines if line.startswith('  File "')][-1:]
+            how = ", at ".join([f"{how}: {lines[-1]}", *at])
+            remedy = remedy if "MemoryError" in lines[-1] else "mend what it says"
         return GearError(LOST, f"a worker process has ended ({how})", remedy=remedy)
 
 

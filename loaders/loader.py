@@ -248,7 +248,11 @@ class GearLoader(Closing, Iterator[Batch]):
         >>> go.GearLoader.from_recipe("smoke", {"data.path": "tiny", "seed": 3}, device="cpu")
         GearLoader('tiny': 16 x 5 steps a batch, uniform_steps, seed 3, padding right, on cpu, ...)
         """
-        whole = load_recipe(recipe, overrides)
+        return cls.of_recipe(load_recipe(recipe, overrides), dataset=dataset, **options)
+
+    @classmethod
+    def of_recipe(cls, whole: Recipe, *, dataset: TableData | None = None, **options: Any) -> Self:
+        """Return the loader of a recipe that is loaded: nothing is admitted."""
         data = open_data(whole) if dataset is None else dataset
         defaults = loader_options(whole, data) | {"seed": whole.seed, "device": whole.train.device}
         if "selection" not in options:

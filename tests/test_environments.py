@@ -12,6 +12,7 @@ import pytest
 from gymnasium.envs.registration import EnvSpec
 
 from gear_offline.collect.collection import collect
+from gear_offline.core import parts
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.evaluation.environments import (
@@ -90,7 +91,7 @@ def test_an_environment_is_the_same_in_each_episode(name: str) -> None:
 
 
 def test_other_processes_learn_what_this_one_knows(monkeypatch: Patch) -> None:
-    monkeypatch.setattr("gear_offline.core.parts._admitted", {})  # by tests before
+    monkeypatch.setattr(parts, "_permission", parts.Permission())  # of tests before
     spec = EnvSpec("GearKnown-v0", "gymnasium.envs.classic_control:CartPoleEnv", kwargs={})
     monkeypatch.setitem(gymnasium.registry, spec.id, spec)
     known = known_of("GearKnown-v0")

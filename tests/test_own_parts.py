@@ -51,8 +51,7 @@ def own(tmp_path: Path, monkeypatch: Patch) -> Iterator[Path]:
 
 def another_process(monkeypatch: Patch, home: Path | None = None) -> None:
     """Forget what this process has been told, as another one has not been."""
-    for name in ("_admitted", "_refused", "_typed", "_live", "_modules"):
-        monkeypatch.setattr(parts, name, type(getattr(parts, name))())
+    monkeypatch.setattr(parts, "_permission", parts.Permission())
     if home is not None:
         monkeypatch.setenv("XDG_STATE_HOME", str(home))
 
@@ -479,6 +478,7 @@ def test_a_file_of_other_content_is_another_part(own: Path) -> None:
     for folder, text in {"moved": NET, "other": f"{NET}\n"}.items():
         (own / folder).mkdir()
         (own / folder / "net.py").write_text(text)
+        (own / folder / "beside.py").write_text(BESIDE)
     moved = run.recipe.replace({"model.kind": "moved/net.py:Net"})
     assert moved.model.width == 4
     other = run.recipe.replace({"model.kind": "other/net.py:Net"})

@@ -165,7 +165,7 @@ def blame(
     earlier = [entry for entry in saved if recipe.train.batch_of(entry[0]) <= first]
     checkpoint = read_checkpoint((earlier or saved[:1])[-1][1], training=False)
     here: dict[str, Any] = {"device": device, "engine": "auto", "placement": "auto", "world": None}
-    with GearLoader.from_recipe(recipe, **here) as loader:
+    with GearLoader.of_recipe(recipe, **here) as loader:
         if loader.loss_sampler is not None:
             raise _unknown(opened, f"what {loader.selection.name} drew depends on losses")
         loader.load_state_dict(checkpoint.state.loader)  # refuses other data

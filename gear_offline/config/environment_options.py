@@ -13,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from gear_offline.core.parts import admit
+from gear_offline.core.parts import OPTIONS, admit
 from gear_offline.errors import InputError
 
 MOST_TEXT = 16_384  # characters of JSON
@@ -42,7 +42,7 @@ RescaleObservation ReshapeObservation ResizeObservation StickyAction TimeAwareOb
 def options_name(options: Mapping[str, Any]) -> str:
     """Name options as `gear_offline.core.parts` keeps what a user has typed."""
     text = json.dumps(options, sort_keys=True)
-    return f"environment_options:{xxhash.xxh3_128_hexdigest(text.encode())}"
+    return f"{OPTIONS}:{xxhash.xxh3_128_hexdigest(text.encode())}"
 
 
 def beyond_bounds(options: Mapping[str, Any]) -> str | None:

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gear_offline.config.environment_options import options_name
 from gear_offline.config.problems import nearest
 from gear_offline.config.strict_yaml import read_yaml, typed_value
 from gear_offline.core.files import LOCK, check_new_file, write_file, writing
-from gear_offline.core.parts import is_part, is_same
+from gear_offline.core.parts import is_part, is_same, part_name
 from gear_offline.core.text import plain, typed
 from gear_offline.errors import InputError, given_path, in_home
 
@@ -107,25 +108,48 @@ def lost_recipe(run: Path) -> InputError:
 
 
 def is_of_run(path: Path) -> bool:
-    """Return true for the recipe that a run has written, of which nobody has typed a word."""
-    markers = ("metrics.jsonl", "checkpoints", LOCK)
-    return path.name == "recipe.yaml" and any((path.parent / name).exists() for name in markers)
+    """Return true for a recipe that a run may have written, of which nobody has typed a word."""
+    file = path.resolve()
+    markers = ("metrics.jsonl", LOCK)
+    return file.name == "recipe.yaml" or any((file.parent / name).exists() for name in markers)
 
 
-def with_bases(path: Path, depth: int = 0) -> dict[str, Any]:
-    """Return the options in a recipe file, laid over those of its base."""
+def named_parts(options: Any) -> set[str]:
+    """Return the names in options that their writer types, in texts and lists of them.
+
+    Names under ``parts`` are of those who typed them before.
+    """
+    if isinstance(options, Mapping):
+        known, how = options.get("parts"), options.get("environment_options")
+        names = named_parts([value for key, value in options.items() if key != "parts"])
+        names |= {options_name(how)} if isinstance(how, Mapping) else set()
+        return names - {*(known if isinstance(known, Mapping) else ())}
+    if isinstance(options, (list, tuple)):
+        return set[str]().union(*map(named_parts, options))
+    words = [options, *options.split(",")] if isinstance(options, str) else [options]
+    names = [part_name(word.strip() if isinstance(word, str) else word) for word in words]
+    return {name for name in names if is_part(name)}
+
+
+def with_bases(path: Path, depth: int = 0) -> tuple[dict[str, Any], set[str]]:
+    """Return the options in a recipe file, laid over those of its base, and the names typed there.
+
+    Nobody has typed those of a run's recipe, nor those that it is based on.
+    """
     content = _read(path)
+    names = set[str]() if is_of_run(path) else named_parts(content)
     base = content.pop("base", None)
     if base is None:
-        return content
+        return content, names
     if not isinstance(base, str):
         raise InputError("RECIPE", f"base must be text, got {base!r}", where=str(path))
     if depth == MAX_BASES:
         what = f"bases go round, or deeper than {MAX_BASES} files"
         raise InputError("RECIPE", what, str(path), "shorten the chain")
-    below = with_bases(find_recipe(base, relative_to=path), depth + 1)
+    below, more = with_bases(find_recipe(base, relative_to=path), depth + 1)
     about_base = ("name", "description")
-    return _merge({k: v for k, v in below.items() if k not in about_base}, content)
+    options = _merge({k: v for k, v in below.items() if k not in about_base}, content)
+    return options, names if is_of_run(path) else names | more
 
 
 def _read(path: Path) -> dict[str, Any]:

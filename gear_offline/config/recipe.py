@@ -15,7 +15,13 @@ from typing import Any, Self
 from pydantic import ValidationError, model_validator
 
 from gear_offline.config.environment_options import beyond_bounds, options_name
-from gear_offline.config.files import Overrides, apply_overrides, find_recipe, is_of_run, with_bases
+from gear_offline.config.files import (
+    Overrides,
+    apply_overrides,
+    find_recipe,
+    named_parts,
+    with_bases,
+)
 from gear_offline.config.problems import option_text
 from gear_offline.config.sections import (
     DataSettings,
@@ -47,7 +53,7 @@ class Recipe(Section):
     seed: Seed = 0
     """Seed of the model's weights, of dropout and of the selection."""
     parts: dict[str, str] = {}  # noqa: RUF012 - pydantic copies it
-    """Digests of the files of its models, strategies and others, FILE.py:Name; kept with a run."""
+    """Digests of its models, strategies and others of one's own, FILE.py:Name; kept with a run."""
     data: DataSettings = DataSettings()
     loader: LoaderSettings = LoaderSettings()
     selection: SelectionSettings = SelectionSettings()
@@ -71,6 +77,10 @@ class Recipe(Section):
     def _check_across_sections(self) -> Self:
         if problems := list(self._conflicts()):
             raise ValueError("; ".join(problems))
+        # Nobody has typed a name, unless who makes the recipe says so: `parse`, `replace`.
+        known = {name: self.parts.get(name, "") for name in self.part_names}
+        self.parts.clear()
+        self.parts.update(known)
         return self
 
     def _conflicts(self) -> Iterator[str]:
@@ -160,9 +170,12 @@ class Recipe(Section):
         return tuple(dict.fromkeys(filter(is_part, names)))
 
     @property
-    def trusted(self) -> dict[str, str | None]:
-        """Names and digests that a user has typed; None where nobody has."""
-        return {name: self.parts.get(name) for name in self.part_names}
+    def trusted(self) -> dict[str, str]:
+        """Names and digests of when a user typed them; without a digest where nobody has.
+
+        Names that are typed for this recipe itself are not among them.
+        """
+        return {name: self.parts[name] for name in self.part_names if name in self.parts}
 
     @property
     def plays(self) -> bool:
@@ -183,7 +196,15 @@ class Recipe(Section):
 
     @classmethod
     def parse(cls, value: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
-        """Build a recipe from nested mappings; `where` is what errors (``RECIPE``) name."""
+        """Build a recipe from the user's nested mappings, who types the names of parts in them.
+
+        `where` is what errors (``RECIPE``) name.
+        """
+        return cls.read(value, where=where).typing(named_parts(value))
+
+    @classmethod
+    def read(cls, value: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
+        """Build a recipe from nested mappings of a file, whose names of parts nobody has typed."""
         model = value.get("model")
         if isinstance(model, dict) and "inherited" in model:  # of a run of an older version
             options = {name: option for name, option in model.items() if name != "inherited"}
@@ -203,12 +224,22 @@ class Recipe(Section):
         """Return the recipe as YAML that `load_recipe` reads back equal."""
         return dump_yaml(self.to_dict())
 
+    def typing(self, names: set[str]) -> Recipe:
+        """Return a copy for which the user has typed names: `load_recipe` admits them."""
+        parts = {name: digest for name, digest in self.parts.items() if name not in names}
+        return self.model_copy(update={"parts": parts}) if len(parts) < len(self.parts) else self
+
     def replace(self, overrides: Overrides) -> Recipe:
-        """Return a copy with options changed, given as for `load_recipe`.
+        """Return a copy with options changed by the user, given as for `load_recipe`.
 
         ``recipe.replace({"train.steps": 10})`` and ``recipe.replace("train.steps=10")`` are alike.
         """
-        return Recipe.parse(apply_overrides(self.to_dict(), overrides), where=self.name)
+        typed = named_parts(apply_overrides({}, overrides)) | {*self.part_names} - {*self.parts}
+        return self.settle(overrides).typing(typed)
+
+    def settle(self, changes: Overrides) -> Recipe:
+        """Return a copy with options as data or a run say; of their names nobody types one."""
+        return Recipe.read(apply_overrides(self.to_dict(), changes), where=self.name)
 
 
 def load_recipe(recipe: Recipe | str | os.PathLike[str], overrides: Overrides = ()) -> Recipe:
@@ -243,42 +274,24 @@ def load_recipe(recipe: Recipe | str | os.PathLike[str], overrides: Overrides = 
         ...
     gear_offline.errors.InputError: [RECIPE] unknown option 'train.stepz', did you mean ...
     """
-    of_run = False
     if isinstance(recipe, Recipe):
         whole = recipe.replace(overrides) if overrides else recipe
     else:
         name = recipe if isinstance(recipe, str) else Path(recipe)
-        path = find_recipe(name)
-        whole, of_run = read_recipe(path, overrides, where=str(name)), is_of_run(path)
-    if not whole.part_names and not whole.parts:
+        whole = read_recipe(find_recipe(name), overrides, where=str(name))
+    if not (names := whole.part_names):
         return whole
-    typed = {part_name(value) for value in _leaves(apply_overrides({}, overrides))}
-    return _with_admitted_parts(whole, typed, of_run=of_run)
-
-
-def _with_admitted_parts(recipe: Recipe, typed: set[Any], *, of_run: bool) -> Recipe:
-    """Admit parts that the user typed here or in a recipe of his own; readmit those of a run."""
-    names, known = recipe.part_names, recipe.parts
-    own = [name for name in names if name in typed or not (of_run or name in known)]
-    readmit({name: digest for name, digest in recipe.trusted.items() if name not in own})
-    digests = {name: known[name] for name in names if name in known} | admit(own)
-    return recipe.model_copy(update={"parts": digests})
+    readmit(whole.trusted)
+    own = admit(name for name in names if name not in whole.parts)
+    return whole.model_copy(update={"parts": whole.trusted | own})
 
 
 def read_recipe(path: Path, overrides: Overrides = (), *, where: str = "") -> Recipe:
     """Read a recipe file; the parts that it names are not admitted."""
-    options = {"name": path.stem, "description": ""} | with_bases(path)
-    return Recipe.parse(apply_overrides(options, overrides), where=where or str(path))
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        yield options_name(value)
-    if isinstance(value, (Mapping, list, tuple)):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _leaves(part)
-    elif isinstance(value, (str, os.PathLike)) or callable(value):
-        yield value
+    options, typed = with_bases(path)
+    options = {"name": path.stem, "description": ""} | options
+    whole = Recipe.read(apply_overrides(options, overrides), where=where or str(path))
+    return whole.typing(typed | named_parts(apply_overrides({}, overrides)))
 
 
 def _strategies(options: Any) -> Iterator[str]:

@@ -18,26 +18,29 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.abc import SourceLoader
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoints, entry_points
-from importlib.util import module_from_spec
 from pathlib import Path
-from threading import get_ident
 from types import ModuleType
 from typing import Any
 
-import xxhash
-
+from gear_offline.core.part_files import (
+    FOLDERS,
+    PACKAGES,
+    PartFiles,
+    digest_files,
+    digest_object,
+    read_files,
+)
 from gear_offline.core.text import first_line
 from gear_offline.errors import GearError, InputError, in_home
 
+OPTIONS = "environment_options"  # before the digest of options, which are permitted as parts are
 LINES_SHOWN = 3  # of a user's files, where a part raises
 PACKAGE = Path(__file__).parents[1]  # gear_offline itself
-PACKAGES = str(Path(xxhash.__file__).parents[1])  # what is installed
-LOADERS = ("<frozen", f"{Path(import_module.__code__.co_filename).parent}/", f"{PACKAGES}/torch/")
-FOLDERS = "gear_offline_parts_"  # before the names of packages that stand for folders of files
-NOT_BESIDE = (FOLDERS, "__main__")
+STANDARD = Path(import_module.__code__.co_filename).parent
+LOADERS = ("<frozen", f"{STANDARD}/", f"{PACKAGES}/torch/")
+LIBRARIES = (f"{STANDARD.parent}/", f"{PACKAGE}/")  # whose files are taken one by one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +60,53 @@ class Kind:
         return entry_points(group=f"gear_offline.{self.group}")
 
 
-_admitted: dict[str, str] = {}  # name -> digest: what this process may import
-_refused: dict[str, str] = {}  # name -> the reason, of those that a run names
-_typed: set[tuple[str, str]] = set()  # names and digests that were typed here, or by the caller
-_live: dict[str, Any] = {}  # objects of this process that no other one can import
-_modules: dict[str, tuple[str, ModuleType]] = {}  # file -> digest, or who imports it, module
+class Permission:
+    """What this process may import, and what its user has typed: here, in its caller, or before."""
+
+    def __init__(self) -> None:
+        self.admitted: dict[str, str] = {}  # name -> digest: what may be imported
+        self.refused: dict[str, str] = {}  # name -> the reason, of those that a run names
+        self.typed: set[tuple[str, str]] = set()  # names and digests, here or in the caller
+        self.live: dict[str, Any] = {}  # objects of this process that no other one can import
+        self._lines: set[str] = set()  # of the list in the user's home
+        self._read: tuple[Path, int, int] = (Path(), 0, 0)  # the list, its inode, its bytes read
+
+    def is_typed(self, name: str, digest: str) -> bool:
+        """Return true if the user has typed a name while its file had a digest.
+
+        Without a digest nothing tells what was typed in another process.
+        """
+        return (name, digest) in self.typed or bool(digest and self._is_kept(name, digest))
+
+    def admit(self, digests: Mapping[str, str]) -> None:
+        """Admit names that the user has typed, or that the caller of this process may import."""
+        self.typed.update(digests.items())
+        self.admitted.update(digests)
+        for name in digests:
+            self.refused.pop(name, None)
+
+    def keep(self, digests: Mapping[str, str]) -> None:
+        """Write names that the user types, and their digests, into the list in his home."""
+        pairs = sorted({(name, digest) for name, digest in digests.items() if digest} - self.typed)
+        with suppress(OSError):
+            if lines := [json.dumps(pair) for pair in pairs if not self._is_kept(*pair)]:
+                _home().parent.mkdir(parents=True, exist_ok=True)
+                with _home().open("a", encoding="utf-8") as opened:
+                    opened.write("".join(f"{line}\n" for line in lines))
+
+    def _is_kept(self, name: str, digest: str) -> bool:
+        """Look into the user's list, of which what is new since the last look is read."""
+        with suppress(OSError), (home := _home()).open("rb") as file:
+            *place, start = self._read
+            inode = os.fstat(file.fileno()).st_ino
+            start = file.seek(start if place == [home, inode] else 0)
+            whole, _, _ = file.read().rpartition(b"\n")
+            self._lines.update(whole.decode(errors="replace").splitlines())
+            self._read = home, inode, start + len(whole) + bool(whole)
+        return json.dumps([name, digest]) in self._lines
+
+
+_permission, _files = Permission(), PartFiles()
 
 
 def is_part(name: object) -> bool:
@@ -73,15 +118,21 @@ def is_same(name: Any, other: Any) -> bool:
     """Return true for two names of one part, whose file may have moved; or for what is equal."""
     names = part_name(name), part_name(other)
     parts = [each for each in names if is_part(each)]
-    bare = [each.rpartition(":")[2] if is_part(each) else each for each in names]
-    digests = {digest_of(part) for part in parts} - {""}  # of what is there
-    return names[0] == names[1] or bool(parts and bare[0] == bare[1] and len(digests) < 2)
+    bare = [bare_name(each) for each in names]
+    if names[0] == names[1] or not parts or bare[0] != bare[1]:
+        return bool(names[0] == names[1])
+    files = [file_of(part.rpartition(":")[0]) for part in parts]
+    return files[0] == files[-1] or len({digest_of(part) for part in parts} - {""}) < 2
 
 
 def is_same_environment(name: str | None, other: str | None) -> bool:
     """True if two ids are of one environment: one may have its module before it."""
-    name, other = name or "", other or ""
-    return name == other or f":{name}".endswith(f":{other}") or f":{other}".endswith(f":{name}")
+    return is_same(name or "", other or "")
+
+
+def bare_name(name: Any) -> Any:
+    """Return a name without its file or module."""
+    return name.rpartition(":")[2] if is_part(name) else name
 
 
 def part_name(part: Any) -> Any:
@@ -103,13 +154,13 @@ def part_name(part: Any) -> Any:
     if file and (is_main or place.startswith(FOLDERS)):
         place = os.path.abspath(file)
     if is_main or "<locals>" in name:
-        _live[f"{place}:{name}"] = part
+        _permission.live[f"{place}:{name}"] = part
     return f"{place}:{name}"
 
 
 def is_importable(name: str) -> bool:
     """Return true if other processes can import a part, too."""
-    return name not in _live
+    return name not in _permission.live
 
 
 def file_of(place: str) -> Path | None:
@@ -126,42 +177,52 @@ def file_of(place: str) -> Path | None:
 
 
 def digest_of(name: str) -> str:
-    """Return the digest of the file that a part stands in; empty where there is no file to read."""
-    file = file_of(name.rpartition(":")[0])
+    """Return the digest of what a part is made of; empty where there is nothing to read.
+
+    That is its file and what it imports from its folder, or the code of a class of a notebook.
+    """
+    place = name.rpartition(":")[0]
+    if place == OPTIONS:
+        return name.rpartition(":")[2]
+    if name in _permission.live and not place.endswith(".py"):
+        return digest_object(_permission.live[name])
+    file = file_of(place)
     with suppress(OSError):
-        return "" if file is None else f"xxh3-128:{xxhash.xxh3_128_hexdigest(file.read_bytes())}"
+        return "" if file is None else digest_files(_contents(place, file))
     return ""
 
 
+def _contents(place: str, file: Path) -> dict[Path, bytes]:
+    """Read the file of a part, and what it imports from its folder unless that is a library's."""
+    if str(file).startswith((PACKAGES, *LIBRARIES)):
+        return {file: file.read_bytes()}
+    above = 0 if place.endswith(".py") else place.count(".") + (file.stem == "__init__")
+    return read_files(file, file.parents[above])
+
+
 def admit(names: Iterable[str]) -> dict[str, str]:
-    """Admit names that the user typed; return their digests."""
+    """Admit names that the user typed, at the outermost door alone; return their digests."""
     digests = {name: digest_of(name) for name in names if is_part(name)}
-    new = set(digests.items()) - _typed
-    admit_digests(digests)
-    with suppress(OSError):
-        if lines := [line for pair in sorted(new) if (line := json.dumps(pair)) not in _kept()]:
-            _home().parent.mkdir(parents=True, exist_ok=True)
-            with _home().open("a", encoding="utf-8") as opened:
-                opened.write("".join(f"{line}\n" for line in lines))
+    _permission.keep(digests)
+    _permission.admit(digests)
     return digests
 
 
-def readmit(digests: Mapping[str, str | None]) -> None:
+def readmit(digests: Mapping[str, str]) -> None:
     """Admit the names of a run whose files are still the ones that were typed for it.
 
-    None: the run does not say that they were.
+    An empty digest says that nobody has typed a name.
     """
-    known = _kept() if digests else set()
     for name, digest in digests.items():
-        _admitted.pop(name, None)
-        _refused.pop(name, None)
-        file, now = file_of(name.rpartition(":")[0]), digest_of(name)
-        is_told = (name, digest) in _typed or json.dumps([name, digest]) in known
-        if is_told and digest == now:
-            _admitted[name] = now
-        elif is_told:
+        _permission.admitted.pop(name, None)
+        _permission.refused.pop(name, None)
+        if not _permission.is_typed(name, digest):
+            continue
+        if (now := digest_of(name)) == digest:
+            _permission.admitted[name] = now
+        else:
             how = "has changed since the run began with it" if now else "is not there any more"
-            _refused[name] = f"{file} {how}"
+            _permission.refused[name] = f"{file_of(name.rpartition(':')[0]) or name} {how}"
 
 
 def _home() -> Path:
@@ -169,34 +230,24 @@ def _home() -> Path:
     return Path(folder, "gear-offline", "parts.jsonl")
 
 
-def _kept() -> set[str]:
-    """Return the lines of the names and digests that this user has typed before."""
-    with suppress(OSError):
-        return set(_home().read_text("utf-8").splitlines())
-    return set()
-
-
 def admitted() -> dict[str, str]:
     """Return the names and digests that another process of the same work may import."""
-    return {name: digest for name, digest in _admitted.items() if name not in _live}
+    return {name: d for name, d in _permission.admitted.items() if name not in _permission.live}
 
 
 def admit_digests(digests: Mapping[str, str]) -> None:
-    """Admit what this process, or the one that called it, was permitted to import."""
-    _typed.update(digests.items())
-    _admitted.update(digests)
-    for name in digests:
-        _refused.pop(name, None)
+    """Admit what the process that called this one was permitted to import."""
+    _permission.admit(digests)
 
 
 def is_admitted(name: str) -> bool:
     """Return true if this process may import a part."""
-    return name in _admitted
+    return name in _permission.admitted
 
 
 def admits_module(module: str) -> bool:
     """Return true if this process may import a part of a module."""
-    return any(name.rpartition(":")[0] == module for name in _admitted)
+    return any(name.rpartition(":")[0] == module for name in _permission.admitted)
 
 
 def find_part(kind: Kind, name: object) -> Any:
@@ -208,7 +259,8 @@ def find_part(kind: Kind, name: object) -> Any:
         return _attribute(kind, own) if isinstance(own, str) else own
     if is_part(name):
         check_admitted(kind, name)
-        return _live[name] if name in _live else _attribute(kind, name)
+        live = _permission.live
+        return live[name] if name in live else _attribute(kind, name)
     for entry in kind.installed:
         if entry.name == name:
             with calling_part(kind, f"loading {entry.value}", name):
@@ -222,10 +274,10 @@ def find_part(kind: Kind, name: object) -> Any:
 
 def check_admitted(kind: Kind, name: str) -> None:
     """Refuse to import what only a run, a dataset or a policy folder names."""
-    if name not in _admitted:
+    if name not in _permission.admitted:
         what = f"{name!r} would import a module that only a run, a dataset or a policy names"
         place, _, own = name.rpartition(":")
-        shown, remedy = name, "if you trust it, name it yourself"
+        shown, remedy = name, "if you trust it, name it yourself (a recipe.yaml counts as a run's)"
         if place.endswith(".py") and not Path(place).is_file():  # of another machine, or moved
             what = f"{place}, which a run, a dataset or a policy names, is not here"
             shown, remedy = f"{Path(place).name}:{own}", "get that file, and name it where it is"
@@ -233,7 +285,7 @@ def check_admitted(kind: Kind, name: str) -> None:
         if kind.argument:
             typed += f" with train and sweep, else {kind.argument} {shown}"
         remedy += f": {typed}"
-        raise InputError(kind.code, _refused.get(name, what), kind.option, remedy)
+        raise InputError(kind.code, _permission.refused.get(name, what), kind.option, remedy)
 
 
 def _attribute(kind: Kind, name: str) -> Any:
@@ -256,79 +308,20 @@ def part_module(kind: Kind, name: str) -> ModuleType:
     if not place.endswith(".py"):
         with calling_part(kind, f"importing {place}", name):
             return import_module(place)
+    file = Path(place)
     try:
-        content = Path(place).read_bytes()
+        contents = _contents(place, file)
     except OSError as error:
         what = f"{place} cannot be read: {error.strerror or error}"
         raise InputError(kind.code, what, kind.option, "give the file's path") from error
-    digest = f"xxh3-128:{xxhash.xxh3_128_hexdigest(content)}"
-    if _admitted[name] != digest:
+    if _permission.admitted[name] != digest_files(contents):
         remedy = f"if you trust it, name it again: {kind.option}={name}"
         raise InputError(kind.code, f"{place} has changed meanwhile", kind.option, remedy)
-    known, module = _modules.get(place, ("", ModuleType("")))
-    if known == (loading := f"by thread {get_ident()}"):
+    if _files.is_loading(file):
         remedy = "put what it does, when it is run, behind if __name__ == '__main__':"
         raise InputError(kind.code, f"{place} asks for {name} while it is imported", name, remedy)
-    if known != digest:
-        _modules[place] = loading, module
-        with calling_part(kind, f"importing {place}", name):
-            module = _execute(Path(place), content)
-        _modules[place] = digest, module
-    return module
-
-
-class _Content(SourceLoader):
-    """Runs the content whose digest was taken, and writes nothing beside the file."""
-
-    def __init__(self, path: Path, content: bytes) -> None:
-        self._path, self._content = str(path), content
-
-    def get_filename(self, fullname: str) -> str:
-        return self._path
-
-    def get_data(self, path: Any) -> bytes:
-        return self._content
-
-
-def _execute(path: Path, content: bytes) -> ModuleType:
-    """Run a file as a module of a package that stands for its folder."""
-    folder = str(path.parent)
-    package = f"{FOLDERS}{xxhash.xxh3_64_hexdigest(folder.encode())}"
-    if package not in sys.modules:
-        sys.modules[package] = ModuleType(package)
-        sys.modules[package].__path__ = [folder]
-    loader = _Content(path, content)
-    module = module_from_spec(ModuleSpec(f"{package}.{path.stem}", loader, origin=str(path)))
-    module.__file__ = str(path)
-    sys.modules[module.__name__] = module
-    try:
-        with _beside(folder):
-            loader.exec_module(module)
-    except BaseException:
-        del sys.modules[module.__name__]
-        _modules.pop(str(path), None)
-        raise
-    return module
-
-
-@contextmanager
-def _beside(folder: str) -> Iterator[None]:
-    """Let a file import those beside it, by names that files of other folders may have as well."""
-    packages = [m for name, m in list(sys.modules.items()) if name.startswith(FOLDERS)]
-    folders = {f"{p.__path__[0]}/" for p in packages if hasattr(p, "__path__")}
-    others = tuple(folders - {f"{folder}/"})
-    for name, module in list(sys.modules.items()) if others else ():
-        top, file = name.partition(".")[0], str(getattr(module, "__file__", None) or "")
-        is_others = file.startswith(others) and not name.startswith(NOT_BESIDE)
-        if is_others and any(Path(folder, place).exists() for place in (top, f"{top}.py")):
-            del sys.modules[name]
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        sys.path.remove(folder)
-        if folder not in sys.path:  # what is imported later, when the part works
-            sys.path.append(folder)
+    with calling_part(kind, f"importing {place}", name):
+        return _files.load(file, contents)
 
 
 @contextmanager

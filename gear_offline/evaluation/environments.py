@@ -560,7 +560,7 @@ def known_of(environment_id: str, options: Options | None = None) -> Known | Non
         return Known(environment_id, json.dumps(options or {}))
     spec, how = gymnasium.registry.get(name), json.dumps(options or {})
     if module or spec is None or is_atari(name):  # the error of making it is the same everywhere
-        return Known(environment_id, how, module)
+        return Known(environment_id, how, module if module in sys.modules else "")
     try:
         is_text = isinstance(spec.entry_point, str)
         return Known(environment_id, how, spec=spec.to_json()) if is_text else None

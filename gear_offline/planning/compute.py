@@ -121,7 +121,7 @@ def step_cost(
 def model_size(recipe: Recipe, sizes: ModelSizes, segments: int) -> tuple[int, float, float | None]:
     """Return a model's parameters, the FLOPs of encoding one step's frames, forward, and its own
     of a training step of so many windows."""
-    recipe = recipe.replace({"model.max_timestep": recipe.model.max_timestep or 1000})
+    recipe = recipe.settle({"model.max_timestep": recipe.model.max_timestep or 1000})
     with torch.device("meta"):  # no weights are made
         model = recipe_model(recipe, sizes)
     encoding = 0.0

@@ -56,7 +56,7 @@ def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]
     check_micro_batches(share, recipe.train.accumulate, whose="a GPU's")
     if recipe.model.max_timestep is None:  # as training takes it from the data
         longest = max(workload.longest, recipe.loader.context_length)
-        recipe = recipe.replace({"model.max_timestep": longest})
+        recipe = recipe.settle({"model.max_timestep": longest})
     cost = step_cost(recipe, workload.sizes, cluster, segments=share, learns=workload.learns)
     needed = cost.memory_bytes + CONTEXT_BYTES
     if needed > gpu.memory:

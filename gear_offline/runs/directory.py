@@ -15,7 +15,7 @@ from gear_offline.config.files import KINDS, OWN_OPTIONS, flat
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import LOCK, HeldDirectory, unusable, write_file
 from gear_offline.core.hub import is_there
-from gear_offline.core.parts import is_same
+from gear_offline.core.parts import bare_name, is_same
 from gear_offline.errors import InputError, given_path
 from gear_offline.tables.joint import TableData, data_digest
 from gear_offline.training.checkpoint import (
@@ -125,9 +125,9 @@ def recipe_before(path: Path, start: Path | None = None) -> tuple[Recipe, SavedS
     for place in reversed(saved):
         with suppress(InputError):  # recipe.yaml may be edited, a checkpoint is not
             state = read_state(place)
-            before = Recipe.parse(state.recipe, where=str(path))
+            before = Recipe.read(state.recipe, where=str(path))
             warmup = before.optimizer.warmup(before.train.steps)
-            return before.replace({"optimizer.warmup_steps": warmup}), state
+            return before.settle({"optimizer.warmup_steps": warmup}), state
     return None
 
 
@@ -135,7 +135,7 @@ def going_on(recipe: Recipe, before: Recipe) -> Recipe:
     """Return a recipe with what it leaves open as it was settled when the run began."""
     old, new = flat(before.to_dict()), flat(recipe.to_dict())
     left = [key for key in new if new[key] in (None, "auto") and SETTLED.fullmatch(key)]
-    return recipe.replace({key: old[key] for key in left if key in old})
+    return recipe.settle({key: old[key] for key in left if key in old})
 
 
 def check_resumed(
@@ -169,7 +169,12 @@ def changed_parts(path: Path, recipe: Recipe, start: Path | None = None) -> list
     """Return the parts of a recipe whose files have changed since its run began."""
     known = recipe_before(path, start) if recipe.parts else None
     before = known[0].parts if known else {}
-    return [name for name, digest in recipe.parts.items() if before.get(name, digest) != digest]
+    moved = {bare_name(name): digest for name, digest in before.items()}  # with its file
+    changed = []
+    for name, digest in recipe.parts.items():
+        old = before.get(name) or moved.get(bare_name(name))
+        changed += [name] if old and digest and old != digest else []
+    return changed
 
 
 def _differences(before: Recipe, now: Recipe, step: int, *, is_resolved: bool) -> dict[str, str]:

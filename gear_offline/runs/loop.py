@@ -73,7 +73,7 @@ def train_run(
         directory = world.lead(lambda: held.enter_context(RunDirectory(path, resume=resume)))
         world.lead(lambda: check_resumed(path, recipe, start))
         settled = world.lead(lambda: settle(recipe, path, device, start=start).to_dict())
-        recipe = Recipe.parse(world.gather(settled)[0])
+        recipe = Recipe.read(world.gather(settled)[0])
         held.enter_context(torch_alone(recipe.name, quiet=quiet))
 
         # torch's state is the caller's again at the end

@@ -224,7 +224,7 @@ def settle(recipe: Recipe, run: Path, device: torch.device, *, start: Path | Non
     if train.precision == "auto":
         half, _ = resolve_precision("auto", device)
         changes["train.precision"] = "fp32" if half is None else "bf16"
-    return recipe.replace(changes)
+    return recipe.settle(changes)
 
 
 def resolve(
@@ -236,7 +236,7 @@ def resolve(
     """
     settings = settings_dump(typed_settings(recipe.model))  # with the defaults of its own options
     options = settings | recipe.model.model_dump()
-    recipe = recipe.replace({"model": options})
+    recipe = recipe.settle({"model": options})
     if isinstance(dataset, JointDataset):
         resolved, sizes = _resolve_tasks(recipe, dataset, quiet=quiet)
     else:
@@ -286,7 +286,7 @@ def _resolve_tasks(
     options["model"]["max_timestep"] = max(single.model.max_timestep or 0 for single in singles)
     bounded = all(single.model.action_tanh for single in singles)
     options["model"]["action_tanh"] = bounded and not joint.discrete
-    return Recipe.parse(options), joint
+    return Recipe.read(options), joint
 
 
 def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Recipe, ModelSizes]:
@@ -320,7 +320,7 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
         _say_what_differs(recipe, dataset, environment)
     _say_returns_scale(recipe, dataset, quiet=quiet)
     changes |= _model_options(recipe, dataset, longest, discrete=sizes.discrete)
-    resolved = recipe.replace(changes)
+    resolved = recipe.settle(changes)
     _check(resolved, dataset, sizes)
     return resolved, sizes
 

@@ -52,7 +52,7 @@ def write_report(run: str | os.PathLike[str], *, final: EvaluationReport | None 
     """
     run = Path(run)
     place = run / "recipe.yaml"
-    recipe = Recipe.parse(read_yaml(place), where=str(place)) if place.is_file() else None
+    recipe = Recipe.read(read_yaml(place), where=str(place)) if place.is_file() else None
     logged = {line.step: line.loss for line in read_lines(run / "metrics.jsonl", MetricsRecord)}
     evaluations = [report for report in read_evaluations(run) if report.error is None]
     if final is None:

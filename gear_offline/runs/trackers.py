@@ -19,6 +19,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, Protocol
 
+from gear_offline.config.recipe import load_recipe
 from gear_offline.config.sections import TrainSettings
 from gear_offline.core.files import write_file
 from gear_offline.core.parts import find_part
@@ -238,7 +239,8 @@ def sync(
     >>> go.sync("runs/tiny", "tensorboard")
     """
     run, asked = open_run(run), {"train.trackers": tracker, "train.project": project}
-    settings = run.recipe.replace({k: v for k, v in asked.items() if v is not None}).train
+    named = {option: value for option, value in asked.items() if value is not None}
+    settings = load_recipe(run.recipe, named).train
     if not settings.trackers:
         raise InputError("USAGE", "the recipe names no tracker", str(run.path), "give --tracker")
     check_trackers(settings.trackers)

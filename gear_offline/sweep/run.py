@@ -27,7 +27,7 @@ from gear_offline.errors import InputError, given_path
 from gear_offline.evaluation.environments import PROBED, known_of
 from gear_offline.progress import Progress
 from gear_offline.runs.checks import check_recipe, check_selection
-from gear_offline.runs.directory import check_resumed
+from gear_offline.runs.directory import changed_parts, check_resumed
 from gear_offline.runs.evaluations import MOST_WORKERS
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.runs.prepare import prepare_dataset, resolve
@@ -255,6 +255,10 @@ def _unfinished(
     for trial in trials:  # complete ones too: the name of a run has to tell what it is
         path, recipe = directory.run_path(trial), resolved[trial.name]
         check_resumed(path, recipe, None, datasets[trial.recipe.data_key])
+        if changed := changed_parts(path, recipe):
+            what = f"{', '.join(changed)} has changed since this run began"
+            remedy = "sweep into another directory (--out), or put the file back as it was"
+            raise InputError("RUN_MISMATCH", what, str(path), remedy)
         if not (is_complete(trial, path) and is_played(recipe, path)):
             left.append(trial)
     return left
@@ -315,4 +319,4 @@ def _with_share(trial: Trial, parallel: int, threads: int | None, pool: RayPool 
     if recipe.evaluate.episodes and recipe.evaluate.workers is None and (parallel > 1 or pool):
         spare = usable_cores() - parallel * (threads or 0) if pool is None else 0
         changes["evaluate.workers"] = max(1, min(MOST_WORKERS, spare // parallel))
-    return trial.model_copy(update={"recipe": recipe.replace(changes)}) if changes else trial
+    return trial.model_copy(update={"recipe": recipe.settle(changes)}) if changes else trial

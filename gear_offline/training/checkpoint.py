@@ -183,7 +183,7 @@ def read_checkpoint(path: Path, *, training: bool = True) -> Checkpoint:
             if file_facts(path / name) != state.files[name]:
                 raise run_damaged(path, f"{name} does not match its digest")
         config = read_regular(path / CONFIG, most=MAX_STATE_BYTES)
-        recipe = Recipe.parse(state.recipe, where=str(path / STATE))
+        recipe = Recipe.read(state.recipe, where=str(path / STATE))
     return Checkpoint(path=path, state=state, recipe=recipe, config=config)
 
 

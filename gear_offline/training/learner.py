@@ -114,7 +114,7 @@ class Learner:
         if self.growing is not None and self.world.size == 1:
             assert isinstance(dataset, Dataset), "data of several tasks do not grow"
             table = self._table.grow(dataset, loader_options(recipe, dataset))
-        loader = GearLoader.from_recipe(
+        loader = GearLoader.of_recipe(
             recipe,
             dataset=dataset,
             selection=sampler,

@@ -198,7 +198,7 @@ def _by_itself(made: SequenceModel, window: Window, facts: PolicyFacts, path: st
     evaluate = facts.model_dump(include={"environment", "environment_options", "reference"})
     evaluate["targets"] = list(facts.targets) or None
     options = {"name": "policy", "loader": loader, "evaluate": evaluate}
-    recipe = Recipe.parse(options, where=str(path))
+    recipe = Recipe.read(options, where=str(path))
     readmit({name: digest_of(name) for name in recipe.part_names})  # as they were typed here before
     return TrainedModel(made, recipe, window, facts)
 
