@@ -22,8 +22,8 @@ from torch import Tensor
 from gear_offline.config.sections import EnvironmentOptions, Fraction, GoalSettings
 from gear_offline.core.files import new_directory, read_regular, write_file
 from gear_offline.core.hub import card
-from gear_offline.core.parts import is_part, readmit
-from gear_offline.core.text import LEAST, first_line, interval_text, printable, told_apart
+from gear_offline.core.parts import digest_of, is_part, readmit
+from gear_offline.core.text import LEAST, first_line, interval_text, printable, say, told_apart
 from gear_offline.errors import InputError, is_out_of_memory
 from gear_offline.models.base import MODELS, ModelTask, SequenceModel, remade
 from gear_offline.models.decision_transformer import DecisionTransformer, DecisionTransformerConfig
@@ -210,6 +210,8 @@ def assemble(
         named = document["kind"]
         if kind is None and is_part(named):
             readmit({named: document["digest"]})
+        elif kind and document.get("digest", "") not in ("", digest_of(kind)):
+            say(f"{kind} has changed since these weights were trained: it may act otherwise")
         is_own = (kind or named) in MODELS.own  # a user's may need memory when made
         with torch.device("meta") if is_own else torch.random.fork_rng([]):
             model = remade(document, kind or named)

@@ -2,7 +2,9 @@
 
 import json
 import os
+import pickle
 import re
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,12 @@ from unittest.mock import Mock, patch
 
 import h5py
 import pytest
+import xxhash
 
 import gear_offline as go
 from gear_offline.evaluation.environments import make_environment
+from gear_offline.config.recipe import Recipe
+from gear_offline.errors import GearError
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.prepare import resolve
 from gear_offline.tables.shared import SharedMemory
@@ -152,6 +157,62 @@ def test_a_user_types_what_a_file_may_not_ask_for(tmp_path: Path) -> None:
     go.load_recipe("smoke", {"evaluate.environment_options": {"g": 5000.0}})
     with make_environment("Pendulum-v1", {"g": 5000.0}) as environment:
         assert environment.raw.get_wrapper_attr("g") == 5000.0
+
+
+STRANGE: dict[str, dict[str, object]] = {
+    "model.kind": {"model": {"kind": "NAME"}},
+    "selection.strategy": {"selection": {"strategy": "NAME"}},
+    "selection": {
+        "selection": {"strategy": "mixture", "parts": [{"strategy": "NAME"}, {"strategy": "top_k"}]}
+    },
+    "evaluate.environment": {"evaluate": {"environment": "NAME"}},
+    "data.collect.environment": {"data": {"path": "new", "collect": {"environment": "NAME"}}},
+    "train.trackers": {"train": {"trackers": ["NAME"]}},
+    "train.callbacks": {"train": {"callbacks": ["NAME"]}},
+}
+
+
+@pytest.mark.parametrize("parts", ["", "parts: {NAME: DIGEST}\n"])
+@pytest.mark.parametrize("option", STRANGE)
+def test_a_strangers_recipe_imports_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, parts: str
+) -> None:
+    """By no door, in no form; it does when the user types the name himself."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    make_dataset(tmp_path, [5, 5], state_dim=3, action_dim=1, environment_id=None)
+    file, ran = tmp_path / "evil.py", tmp_path / "RAN"
+    file.write_text(f"open({str(ran)!r}, 'w').close()\nraise SystemExit\n")
+    name, digest = f"{file}:C", xxhash.xxh3_128_hexdigest(file.read_bytes())
+    text = f"base: above.yaml\nname: run\n{parts}"
+    Path("run").mkdir()
+    Path("run/above.yaml").write_text(json.dumps({"base": "smoke", **STRANGE[option]}))
+    for place in (Path("run/above.yaml"), Path("run/recipe.yaml")):
+        content = place.read_text() if place.exists() else text
+        place.write_text(content.replace("NAME", name).replace("DIGEST", f"xxh3-128:{digest}"))
+    Path("mine.yaml").write_text("base: run\n")
+    Path("linked.yaml").symlink_to("run/recipe.yaml")
+    theirs = go.open_run("run").recipe
+    Path("kept.yaml").write_text(theirs.to_yaml())
+    options = {"train.steps": 2, "train.device": "cpu"}
+    options |= {"data.path": "dataset"} if option[:4] != "data" else {}
+    forms = ["run", "run/recipe.yaml", "mine.yaml", "linked.yaml", "kept.yaml", theirs]
+    forms += [go.load_recipe("mine.yaml"), theirs.replace(options), theirs.model_copy()]
+    forms += [Recipe.parse(theirs.to_dict()), pickle.loads(pickle.dumps(theirs))]
+    for number, form in enumerate(forms):
+        with suppress(GearError):
+            go.train(form, options, out=f"out{number}", quiet=True)
+        with suppress(GearError):
+            go.sweep(form, options, parallel=1, out=f"sweep{number}", quiet=True)
+        with suppress(GearError):
+            go.GearLoader.from_recipe(form, options)
+        assert not ran.exists() and not Path("state").exists(), form
+    assert option == "data.collect.environment" or not Path("out0/checkpoints").exists()
+    value = [name] if option.startswith("train.") else name
+    words = {"selection": {"strategy": name}} if option == "selection" else {option: value}
+    with pytest.raises(GearError, match="SystemExit"):
+        go.train("run", {**options, **words}, out="typed", quiet=True)
+    assert ran.exists() and name in Path("state/gear-offline/parts.jsonl").read_text()
 
 
 def test_the_source_has_no_way_to_run_what_it_reads() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from gear_offline.collect.record import Player, episode_plan
 from gear_offline.config.environment_options import typed_options
 from gear_offline.convert.append import Appender
-from gear_offline.core.parts import admit, part_name, readmit
+from gear_offline.core.parts import admit, is_same, part_name, readmit
 from gear_offline.core.text import Document, count_text, say
 from gear_offline.core.types import Array
 from gear_offline.errors import InputError, given_path
@@ -113,7 +113,7 @@ def act(
         what = "the run names no environment to play in, or no return to ask for"
         raise InputError("ENVIRONMENT", what, str(path), "give --environment and --target")
     how = typed_options(environment_options)
-    if name == recipe.evaluate.environment:
+    if is_same(name, recipe.evaluate.environment):
         known_options = recipe.evaluate.environment_options or {}
         how = known_options if environment_options is None else how
         say_left_out(how, known_options)

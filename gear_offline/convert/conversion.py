@@ -33,7 +33,7 @@ from gear_offline.convert.shards import (
     write_shards,
 )
 from gear_offline.core.files import new_directory, write_file
-from gear_offline.core.parts import is_same_environment
+from gear_offline.core.parts import is_same
 from gear_offline.core.text import count_text, say, texts
 from gear_offline.core.types import Array
 from gear_offline.dataset.dataset import Dataset, with_shards
@@ -322,8 +322,7 @@ def _environment(
     for name in (info.reference_name, environment, info.environment_id):
         scores = scores or info.scores or (reference_scores(name) if name else None)
     known = info.environment_id if environment else None
-    is_same = known is None or is_same_environment(environment, known)
-    how = info.environment_options if is_same else {}
+    how = info.environment_options if known is None or is_same(environment, known) else {}
     if options is not None:
         how = typed_options(options)
     name = environment or info.environment_id

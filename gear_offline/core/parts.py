@@ -115,7 +115,10 @@ def is_part(name: object) -> bool:
 
 
 def is_same(name: Any, other: Any) -> bool:
-    """Return true for two names of one part, whose file may have moved; or for what is equal."""
+    """Return true for what is equal, or two names of one part: its file may have moved.
+
+    A part may be named by its file or its module, an environment by its id alone.
+    """
     names = part_name(name), part_name(other)
     parts = [each for each in names if is_part(each)]
     bare = [bare_name(each) for each in names]
@@ -123,11 +126,6 @@ def is_same(name: Any, other: Any) -> bool:
         return bool(names[0] == names[1])
     files = [file_of(part.rpartition(":")[0]) for part in parts]
     return files[0] == files[-1] or len({digest_of(part) for part in parts} - {""}) < 2
-
-
-def is_same_environment(name: str | None, other: str | None) -> bool:
-    """True if two ids are of one environment: one may have its module before it."""
-    return is_same(name or "", other or "")
 
 
 def bare_name(name: Any) -> Any:
@@ -282,7 +280,9 @@ def check_admitted(kind: Kind, name: str) -> None:
             what = f"{place}, which a run, a dataset or a policy names, is not here"
             shown, remedy = f"{Path(place).name}:{own}", "get that file, and name it where it is"
         typed = f"{kind.option}={shown}"
-        if kind.argument:
+        if name in _permission.live:  # there is a newer one of its name
+            typed = f"the class itself, as {kind.argument.strip('-') or kind.option}={own}"
+        elif kind.argument:
             typed += f" with train and sweep, else {kind.argument} {shown}"
         remedy += f": {typed}"
         raise InputError(kind.code, _permission.refused.get(name, what), kind.option, remedy)

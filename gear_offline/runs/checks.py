@@ -13,6 +13,7 @@ from gear_offline.core.parts import Kind, check_admitted, find_part, is_admitted
 from gear_offline.dataset.scores import dataset_names, reference_scores
 from gear_offline.errors import InputError, UnavailableError, check_environment_id
 from gear_offline.evaluation.environments import ENVIRONMENTS, maker_of, unregistered
+from gear_offline.runs.callbacks import CALLBACKS
 from gear_offline.sampling import parse_options
 
 _HOME = "gear_offline.runs.trackers"
@@ -32,6 +33,8 @@ def check_recipe(recipe: Recipe, *, where: str = "") -> None:
     check_model(recipe.model)
     check_selection(recipe, where)
     check_trackers(recipe.train.trackers)
+    for name in recipe.train.callbacks:
+        find_part(CALLBACKS, name)
     if recipe.data.collect is not None:
         _check_collect(recipe.data.collect, where)
     settings = recipe.evaluate

@@ -12,7 +12,7 @@ from typing import Any
 
 from gear_offline.config.environment_options import typed_options
 from gear_offline.core.files import check_new_file, write_error
-from gear_offline.core.parts import admit, part_name
+from gear_offline.core.parts import admit, is_same, part_name
 from gear_offline.core.text import say
 from gear_offline.core.torch_state import torch_threads
 from gear_offline.distributed.world import resolve_device
@@ -101,7 +101,7 @@ def evaluate(
     admit([environment])
     how = None if environment_options is None else typed_options(environment_options)
     tasks = _chosen_tasks(trained, environment, how, targets)
-    if environment in (None, trained.recipe.evaluate.environment):
+    if environment is None or is_same(environment, trained.recipe.evaluate.environment):
         say_left_out(how, trained.recipe.evaluate.environment_options)
     for index, task in enumerate(tasks):
         count = (task.episodes or EPISODES) if episodes is None else episodes
@@ -149,7 +149,10 @@ def _chosen_tasks(
     if not recipe.data.tasks and environment not in (None, recipe.evaluate.environment):
         recipe = recipe.replace({"evaluate.environment": environment})
     known = tasks_of(recipe, trained.model.facts.tasks)
-    tasks = [task for task in known if environment in (None, task.name, task.environment)]
+    tasks = [task for task in known if environment in (None, task.name)]
+    if not tasks and environment is not None:
+        same = [task for task in known if is_same(environment, task.environment)]
+        tasks = [replace(task, environment=environment) for task in same]
     places = ", ".join(f"{task.name} ({task.environment})" for task in known)
     if not tasks:
         what, remedy = "the run names no environment to play in", "say it: --environment Hopper-v5"

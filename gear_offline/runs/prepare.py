@@ -24,7 +24,7 @@ from gear_offline.config.sections import CollectSettings, DataSettings
 from gear_offline.convert.conversion import changed_files, convert, options_text
 from gear_offline.core.files import check_folder, turn_of
 from gear_offline.core.hub import is_there
-from gear_offline.core.parts import is_same_environment
+from gear_offline.core.parts import is_same
 from gear_offline.core.system import available_bytes, versions
 from gear_offline.core.text import count_text, say, short, size_text, texts
 from gear_offline.dataset.dataset import Dataset
@@ -293,7 +293,7 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
     _check_condition(recipe, dataset)
     sizes = data_sizes(dataset, recipe.loader.observations)
     environment = recipe.evaluate.environment or dataset.environment_id
-    is_own = is_same_environment(environment, dataset.environment_id)
+    is_own = is_same(environment, dataset.environment_id)
     longest, plays = int(dataset.episodes.lengths.max()), recipe.evaluate.episodes > 0
     if plays:
         resolve_device(recipe.evaluate.device, where="evaluate.device")
@@ -377,7 +377,7 @@ def _say_what_differs(recipe: Recipe, dataset: Dataset, environment: str | None)
         what = "the data's rewards were edited, and how does not follow from those of single steps"
         say(f"{what}: playing subtracts the environment's own")
     mapped = texts(dataset.manifest.source.attributes.get("mapped"))
-    if mapped and environment == dataset.environment_id:
+    if mapped and is_same(environment, dataset.environment_id):
         what = f"map made the data's {' and '.join(mapped)}, and {environment} has its own"
         say(f"{what}: evaluate.environment=MODULE:ID names one that maps them too")
     if recipe.loader.gamma < 1.0 and not goals:
@@ -450,7 +450,7 @@ def _probe_environment(
     if not plays:
         return facts, whole
     say_version(name, quiet=quiet)
-    if dataset.environment_id and not is_same_environment(name, dataset.environment_id):
+    if dataset.environment_id and not is_same(name, dataset.environment_id):
         say(f"evaluation in {name}; the data are of {dataset.environment_id}", quiet=quiet)
     elif options and recipe.evaluate.environment_options is None:
         how = ", ".join(f"{key}={value}" for key, value in options.items())

@@ -17,6 +17,7 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import OptimizerSettings
 from gear_offline.config.strict_yaml import dump_yaml
 from gear_offline.core.files import check_new_file, writing
+from gear_offline.core.parts import is_same
 from gear_offline.core.text import Document
 from gear_offline.errors import InputError, given_path
 from gear_offline.progress import Printed, Terminal
@@ -112,10 +113,13 @@ def compare_runs(
         if not any(result.curves.values()):
             remedy = "wait for its first line of metrics, or leave it out"
             raise InputError("USAGE", "the run has logged nothing yet", str(result.path), remedy)
-    environments = dict[str, tuple[str, ...]]()
+    environments, known = dict[str, tuple[str, ...]](), dict[str, None]()
     for result in results:
         if result.last is not None:
-            place = ", ".join(task.environment for task in result.last.tasks)
+            names = [task.environment for task in result.last.tasks]
+            names = [next((each for each in known if is_same(each, name)), name) for name in names]
+            known |= dict.fromkeys(names)
+            place = ", ".join(names)
             environments[place] = (*environments.get(place, ()), result.trial.name)
     if len(environments) > 1:
         results = _without_returns(results)

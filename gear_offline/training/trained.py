@@ -12,7 +12,7 @@ import torch
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.hub import PREFIX, fetch, is_hub
-from gear_offline.core.parts import admit, digest_of, part_name, readmit
+from gear_offline.core.parts import admit, digest_of, is_same, part_name, readmit
 from gear_offline.core.torch_state import torch_defaults
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError, given_path
@@ -214,9 +214,10 @@ def _achieved(trained: TrainedModel, task: str | None, facts: PolicyFacts) -> tu
         for file in (*before, trained.run / "evaluation.json"):
             records.append(read_document(file, EvaluationReport))
     reports = [r for r in records if r is not None and r.step == trained.facts.step]
-    place = (facts.environment, facts.environment_options or {})
+    options = facts.environment_options or {}
     results = [report.named.get(task or "", report) for report in reports]
-    played = [r for r in results if (r.environment, r.environment_options) == place]
+    alike = [r for r in results if r.environment_options == options]
+    played = [r for r in alike if is_same(r.environment, facts.environment)]
     keys = set(Achieved.model_fields)
     targets = played[-1].targets if played else ()
     return tuple(Achieved(**target.model_dump(include=keys)) for target in targets)
