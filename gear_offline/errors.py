@@ -24,7 +24,9 @@ OUT_OF_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
 # at most 200 characters of module:namespace/name-vN
-ENVIRONMENT_ID = re.compile(r"(?!.{201})(?:[\w.]+:)?(?:[\w:-]+/)?[\w:.-]+", re.ASCII)
+ENVIRONMENT_ID = re.compile(
+    r"(?!.{201})(?:[\w.]+:)?(?:[\w:-]+/)?[\w:.-]+", re.ASCII
+)  # or FILE.py:Name
 
 # an option of a command with what can only be its value; other programs' commands stay as they are
 _OPTION = re.compile(
@@ -151,7 +153,7 @@ def in_home(text: str) -> str:
 
 def check_environment_id(name: str | None, *, where: str = "") -> None:
     """Refuse a text that cannot be the id of a Gymnasium environment, known or not."""
-    if name is not None and not ENVIRONMENT_ID.fullmatch(name):
+    if name is not None and ".py:" not in name and not ENVIRONMENT_ID.fullmatch(name):
         what = f"{name[:60]!r} cannot be the id of a Gymnasium environment"
         raise InputError("ENVIRONMENT", what, where, "ids look like Hopper-v5 or namespace/Name-v0")
 

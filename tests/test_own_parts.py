@@ -251,6 +251,9 @@ def doubled(episode):
     assert run.steps == 6
     lines = (run.path / "lines.txt").read_text().splitlines()
     assert [line.split()[0] for line in lines] == ["3", "6"] and "train/dynamics" in lines[0]
+    (own / "line.py").write_text(text.replace("lines.txt", "line.txt"))
+    go.sync(run, "line.py:Lines")
+    assert len((run.path / "line.txt").read_text().splitlines()) == 2, "named by the caller alone"
     dataset = go.open_dataset("dataset")
     twice = go.convert("dataset", "twice", map="more.py:doubled", quiet=True)
     assert twice.returns.mean == pytest.approx(2 * dataset.manifest.returns.mean)
@@ -605,6 +608,147 @@ def test_an_environment_of_this_process_is_played_as_it_is(own: Path) -> None:
     ways: list[Any] = ["env.py:Reach", Mine, lambda **how: reach(**how)]
     reports = [go.evaluate(policy, environment=way, episodes=2, seed=3, quiet=True) for way in ways]
     assert len({report.targets[0].returns for report in reports}) == 1 and Path.cwd() == own
+
+
+def test_data_say_which_file_their_environment_stands_in(
+    own: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    go.collect("env.py:Reach", "reach.hdf5", steps=40, quiet=True)
+    go.convert("reach.hdf5", "reach", quiet=True)
+    name = f"{own / 'env.py'}:Reach"
+    assert go.open_dataset("reach").environment_id == name
+    another_process(monkeypatch, own / "elsewhere")
+    words = {key: value for key, value in options().items() if key[:8] != "evaluate"}
+    words |= {"data.path": "reach", "evaluate.episodes": 1, "train.steps": 3}
+    run = go.train("smoke", words, out="unplayed")
+    said = capsys.readouterr().err
+    assert run.best is None and f"'{name}' would import" in said and f"environment={name}" in said
+    (own / "moved").mkdir()
+    (own / "env.py").rename(own / "moved" / "env.py")
+    run = go.train("smoke", words | {"evaluate.environment": "moved/env.py:Reach"}, out="played")
+    assert run.best is not None and "the data are of" not in capsys.readouterr().err
+
+
+HELPED = """
+import torch
+from torch import nn
+import gear_offline as go
+
+class Net(go.SequenceModel):
+    def __init__(self, facts, settings):
+        {how}
+        super().__init__(facts, settings)
+        self.into = nn.Linear(facts.state_dim, WIDTH)
+        self.out = nn.Linear(WIDTH, facts.action_dim)
+
+    def predict(self, batch):
+        return self.out(torch.relu(self.into(batch.states)))
+"""
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "from sizes import WIDTH",
+        "import sizes; WIDTH = sizes.WIDTH",
+        "from .sizes import WIDTH",
+        "from more.sizes import WIDTH",
+        "import more.sizes as sizes; WIDTH = sizes.WIDTH",
+        "from more import sizes; WIDTH = sizes.WIDTH",
+    ],
+)
+def test_helpers_are_those_of_their_own_folder(own: Path, monkeypatch: Patch, how: str) -> None:
+    """Imported late, from a module or from folders with and without __init__.py."""
+    runs, settings = [], {"selection.strategy": "uniform_steps", "evaluate.episodes": 0}
+    words = options(train__steps=2) | settings
+    del words["selection.half_life"]
+    for folder, width in (("a", 8), ("b", 24)):
+        (own / folder / "more").mkdir(parents=True)
+        for place in ("sizes.py", "more/sizes.py"):
+            (own / folder / place).write_text(f"WIDTH = {width}\n")
+        (own / folder / "net.py").write_text(HELPED.format(how=how))
+        kind = f"{folder}/net.py:Net"
+        runs.append(
+            go.train("smoke", words | {"model.kind": kind}, out=f"run-{folder}", quiet=True)
+        )
+        found: Any = go.load_policy(runs[-1]).model
+        assert found.into.out_features == width
+    for place in ("b/sizes.py", "b/more/sizes.py"):
+        (own / place).write_text("WIDTH = 32\n")
+    with one_error("MODEL", "net.py has changed since the run began"):
+        go.load_policy(runs[1])
+    with one_error("MODEL", "the policy|weights|size|fit"):
+        go.load_policy(runs[1], model="b/net.py:Net")
+    assert go.load_policy(runs[0]).action_dim == 1, "nobody has touched this one"
+
+
+def test_a_sweep_does_not_go_on_with_a_file_that_changed(own: Path) -> None:
+    words = options(train__steps=2, evaluate__episodes=0)
+    go.sweep("smoke", words, seeds=2, out="sweep", parallel=1, quiet=True)
+    (own / "beside.py").write_text(f"{BESIDE}# mended\n")
+    with one_error("RUN_MISMATCH", "net.py:Net has changed since this run began.*--out"):
+        go.sweep("smoke", words, seeds=3, out="sweep", parallel=1, quiet=True)
+    (own / "beside.py").write_text(BESIDE)
+    again = go.sweep("smoke", words, seeds=3, out="sweep", parallel=1, quiet=True)
+    assert len(again.trials) == 3
+
+
+CELL = """
+UNITS = 4
+
+def bent(x):
+    return torch.relu(x)
+
+class Net(go.SequenceModel):
+    def __init__(self, facts, settings):
+        super().__init__(facts, settings)
+        self.into = torch.nn.Linear(facts.state_dim, UNITS)
+        self.out = torch.nn.Linear(UNITS, facts.action_dim)
+
+    def predict(self, batch):
+        return self.out(bent(self.into(batch.states)) * 2.0)
+"""
+
+
+@pytest.mark.parametrize(
+    "change", ["relu/tanh", "2.0/3.0", "UNITS = 4/UNITS = 5", "bent(self/(self"]
+)
+def test_a_class_of_a_cell_that_was_edited_is_told(
+    own: Path, monkeypatch: Patch, capsys: Captured, change: str
+) -> None:
+    """What it is made of counts: its code, and the functions and constants of the notebook."""
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", None)
+    words = options(train__steps=2, evaluate__episodes=0)
+    del words["model.kind"]
+
+    def cell(text: str) -> Any:
+        names: dict[str, Any] = {"go": go, "torch": torch, "__name__": "__main__"}
+        exec(compile(text, "<cell>", "exec"), names)
+        return names["Net"]
+
+    run = go.train("smoke", words, model=cell(CELL), out="run", quiet=True)
+    go.train("smoke", words, model=cell(CELL + "\nepochs = 3"), out="other", quiet=True)
+    assert go.load_policy(run).action_dim == 1, "run again, it is the same"
+    edited = cell(CELL.replace(*change.split("/")))
+    go.train("smoke", words, model=edited, out="edited", quiet=True)
+    with one_error("MODEL", "__main__:Net has changed since the run began.*the class itself"):
+        go.load_policy(run)
+    if "UNITS" not in change:
+        capsys.readouterr()
+        assert go.load_policy(run, model=edited).action_dim == 1
+        assert "has changed since these weights were trained" in capsys.readouterr().err
+
+
+def test_one_environment_by_its_file_and_by_its_class(own: Path, monkeypatch: Patch) -> None:
+    monkeypatch.syspath_prepend(own)
+    (own / "reaching.py").write_text(ENVIRONMENT)
+    import reaching  # type: ignore[import-not-found]
+
+    for name, way in {"file": "reaching.py:Reach", "class": reaching.Reach}.items():
+        train(name, evaluate__environment=way, train__steps=3)
+    compared = go.compare_runs(["file", "class"])
+    assert len(compared.environments) == 1
+    assert go.evaluate("file", environment=reaching.Reach, episodes=1, quiet=True).targets
 
 
 def test_a_script_that_asks_for_its_own_part_while_it_is_imported_is_told(own: Path) -> None:

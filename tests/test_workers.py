@@ -4,12 +4,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from gear_offline.doctor import probe
 from gear_offline.errors import GearError, InputError
 from gear_offline.workers import Worker, WorkerPool
-from tests.support import one_error
+from tests.support import Patch, one_error
 from tests.trust.kills import is_gone
 
 JOBS = "tests.worker_jobs"
@@ -48,6 +50,33 @@ def test_a_dead_worker_says_how_it_died() -> None:
             assert not worker.busy
             with pytest.raises(GearError, match=text):
                 worker.start(f"{JOBS}:add")
+
+
+def test_a_worker_imports_nothing_of_the_folder_it_stands_in(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """Its path is its caller's: parts that lie there go on working where the caller finds them."""
+    for name in ("random.py", "numpy.py", "gear_offline/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("raise SystemExit('imported')")
+    (tmp_path / "mine.py").write_text("def job(caller): return 7")
+    monkeypatch.chdir(tmp_path)
+    with Worker() as worker:
+        worker.start(f"{JOBS}:add", 1, 2)
+        assert worker.receive() == 3
+        worker.start("mine:job")
+        with one_error("INTERNAL", "No module named 'mine'"):
+            worker.receive()
+    assert probe("facts['path'] = __import__('random').__file__").works
+    monkeypatch.setattr(sys, "path", [*sys.path, ""])
+    with Worker() as worker:
+        worker.start("mine:job")
+        assert worker.receive() == 7
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    with Worker() as worker, one_error("WORKER_LOST", "imported") as caught:
+        worker.start(f"{JOBS}:add", 1)
+        worker.receive()
+    assert "memory" not in caught.value.remedy
 
 
 def test_a_worker_is_given_its_threads() -> None:

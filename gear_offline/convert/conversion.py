@@ -33,7 +33,7 @@ from gear_offline.convert.shards import (
     write_shards,
 )
 from gear_offline.core.files import new_directory, write_file
-from gear_offline.core.parts import is_same
+from gear_offline.core.parts import is_same, part_name
 from gear_offline.core.text import count_text, say, texts
 from gear_offline.core.types import Array
 from gear_offline.dataset.dataset import Dataset, with_shards
@@ -198,7 +198,7 @@ def convert(
     >>> manifest.spec.steps, manifest.spec.episodes
     (12, 2)
     """
-    check_environment_id(environment, where="environment")
+    check_environment_id(environment := part_name(environment), where="environment")
     target = given_path(out, "OUTPUT_WRITE", where="out")
     path = None if isinstance(source, Source) else source
     is_parallel = workers > 1 or ray is not None

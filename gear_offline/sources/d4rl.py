@@ -87,7 +87,8 @@ class D4rlFile(NamedTuple):
         if not (is_exported or is_d4rl):
             return None
         env_id = str(attributes.get("env_id") or "")
-        environment = env_id if is_gymnasium_id(env_id) else None
+        is_part = "gear_offline" in attributes and ".py:" in env_id  # FILE.py:Name, of `collect`
+        environment = env_id if is_part or is_gymnasium_id(env_id) else None
         wanted = ("observations", "actions")
         stored = (datasets.get(n) or datasets.get(names.get(n, "")) for n in wanted)
         widths = tuple(prod(((part and part.shape) or ())[1:]) for part in stored)
