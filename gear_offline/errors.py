@@ -24,9 +24,7 @@ OUT_OF_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
 # at most 200 characters of module:namespace/name-vN
-ENVIRONMENT_ID = re.compile(
-    r"(?!.{201})(?:[\w.]+:)?(?:[\w:-]+/)?[\w:.-]+", re.ASCII
-)  # or FILE.py:Name
+ENVIRONMENT_ID = re.compile(r"(?!.{201})(?:[\w.]+:)?(?:[\w:-]+/)?[\w:.-]+", re.ASCII)
 
 # an option of a command with what can only be its value; other programs' commands stay as they are
 _OPTION = re.compile(

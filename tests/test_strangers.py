@@ -172,8 +172,10 @@ STRANGE: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("parts", ["", "parts: {NAME: DIGEST}\n"])
-@pytest.mark.parametrize("option", STRANGE)
+@pytest.mark.parametrize(
+    ("option", "parts"),
+    [*((option, "") for option in STRANGE), ("train.callbacks", "parts: {NAME: DIGEST}\n")],
+)
 def test_a_strangers_recipe_imports_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, parts: str
 ) -> None:

@@ -220,7 +220,8 @@ def readmit(digests: Mapping[str, str]) -> None:
             _permission.admitted[name] = now
         else:
             how = "has changed since the run began with it" if now else "is not there any more"
-            _permission.refused[name] = f"{file_of(name.rpartition(':')[0]) or name} {how}"
+            file = None if name in _permission.live else file_of(name.rpartition(":")[0])
+            _permission.refused[name] = f"{file or name} {how}"
 
 
 def _home() -> Path:

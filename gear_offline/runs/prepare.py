@@ -169,7 +169,8 @@ def _check_collected(settings: CollectSettings, recorded: Any, what: str, path: 
         facts = facts | json.loads(options)
         asked |= settings.model_dump(exclude={"environment", "environment_options", "gate"})
     # The version that was taken is recorded, of an environment that is named without one too.
-    if re.sub(r"-v[0-9]+$", "", str(facts.get("env_id"))) == settings.environment:
+    taken, wanted = str(facts.get("env_id")), settings.environment
+    if re.sub(r"-v[0-9]+$", "", taken) == wanted or is_same(taken, wanted):
         del asked["env_id"]
     differ = [name for name, value in asked.items() if facts.get(name, value) != value]
     if differ:
