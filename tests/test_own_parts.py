@@ -620,7 +620,7 @@ def test_data_say_which_file_their_environment_stands_in(
     another_process(monkeypatch, own / "elsewhere")
     words = {key: value for key, value in options().items() if key[:8] != "evaluate"}
     words |= {"data.path": "reach", "data.source": None, "data.collect": None}
-    words |= {"evaluate.episodes": 1, "train.steps": 3}
+    words |= {"evaluate.environment": None, "evaluate.episodes": 1, "train.steps": 3}
     run = go.train("smoke", words, out="unplayed")
     said = capsys.readouterr().err
     assert run.best is None and f"'{name}' would import" in said and f"environment={name}" in said
