@@ -15,9 +15,9 @@ import pytest
 import xxhash
 
 import gear_offline as go
-from gear_offline.evaluation.environments import make_environment
 from gear_offline.config.recipe import Recipe
 from gear_offline.errors import GearError
+from gear_offline.evaluation.environments import make_environment
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.prepare import resolve
 from gear_offline.tables.shared import SharedMemory
