@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gear_offline.config.files import recipe_paths
 from gear_offline.config.recipe import load_recipe
 from gear_offline.convert.conversion import convert
 from gear_offline.core import files
@@ -21,7 +22,8 @@ from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.scores import ReferenceScores
 from gear_offline.errors import InputError
 from gear_offline.runs.loop import train_run
-from gear_offline.runs.prepare import prepare_one, resolve
+from gear_offline.runs.prepare import prepare_dataset, prepare_one, resolve
+from gear_offline.sources import from_arrays
 from gear_offline.sources.input_files import InputFile
 from gear_offline.training.json_lines import read_records
 from gear_offline.training.trained import load_policy
@@ -312,6 +314,58 @@ def test_a_folder_of_files_may_not_change(tmp_path: Path) -> None:
     (folder / "1.hdf5").unlink()
     with one_error("DATA_MISMATCH", "1.hdf5 is gone"):
         prepare_one(recipe, quiet=True)
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_paths() if name != "atari-pong"])
+def test_who_names_data_means_these_data(tmp_path: Path, name: str) -> None:
+    """Of every recipe that comes with the package: its own environment and targets give way."""
+    place = tmp_path / "mine"
+    data = hopper_columns(9) | {"terminals": np.arange(9) % 5 == 4, "rewards": np.ones(9)}
+    convert(from_arrays(data, environment="gear_offline/Maze-v0"), place, quiet=True)
+    tasks = load_recipe(name).data.tasks or {}
+    options = {f"data.tasks.{task}.path": str(place) for task in tasks}
+    recipe = load_recipe(name, options or {"data.path": str(place)})
+    recipe = recipe.replace({"evaluate.episodes": 0, "loader.goals": None})
+    dataset = prepare_dataset(recipe, quiet=True)
+    resolved, _ = resolve(recipe, dataset, quiet=True)
+    assert resolve(resolved, dataset, quiet=True)[0] == resolved
+    for single in map(resolved.of_task, tasks) if tasks else (resolved,):
+        assert single.evaluate.environment in (None, "gear_offline/Maze-v0")
+        assert single.evaluate.targets == (5.0, 4.5) and single.evaluate.reference is None
+        assert (single.data.source, single.data.collect, single.data.fallback) == (None,) * 3
+
+
+def test_a_recipe_s_own_data_keep_its_evaluation_elsewhere(tmp_path: Path) -> None:
+    """Made where the user names a place, there already, or based on; what he types wins."""
+    place = {"data.path": str(tmp_path / "d")}
+    based = tmp_path / "mine.yaml"
+    based.write_text(f"base: cartpole\ndata: {{path: {place['data.path']}}}\n")
+    steps = load_recipe("cartpole").replace({"data.collect.policy": "random"})
+    steps = steps.replace({"data.collect.quality": None, "data.collect.steps": 50})
+    for _ in range(2):  # made, and there already
+        resolved, _ = resolve(steps.replace(place), prepare_one(steps.replace(place), quiet=True))
+        assert resolved.evaluate.targets == (500.0, 100.0)
+        assert resolved.data.collect == steps.data.collect
+    dataset = open_dataset(place["data.path"])
+    typed = {"evaluate.targets": [7.0], "evaluate.episodes": 0}
+    for recipe in (load_recipe(based), load_recipe("demo", place)):
+        assert prepare_one(recipe, quiet=True).spec == dataset.spec
+        resolved, _ = resolve(recipe.replace("model.max_timestep=null"), dataset, quiet=True)
+        assert resolved.evaluate.environment == "CartPole-v1"
+        assert resolved.evaluate.targets == (dataset.returns.max(), dataset.returns.mean())
+        resolved, _ = resolve(recipe.replace({**typed, "model.max_timestep": None}), dataset)
+        assert resolved.evaluate.targets == (7.0,)
+
+
+def test_another_maker_takes_the_place_of_the_recipe_s() -> None:
+    recipe = load_recipe("demo", "data.source=mine.hdf5")
+    assert (recipe.data.source, recipe.data.collect) == ("mine.hdf5", None)
+    assert (recipe.evaluate.environment, recipe.evaluate.targets) == (None, None)
+    kept = load_recipe("demo", {"data.source": "mine.hdf5", "evaluate.environment": "Hopper-v5"})
+    assert (kept.evaluate.environment, kept.evaluate.targets) == ("Hopper-v5", None)
+    recipe = load_recipe("hopper-medium", "data.collect.environment=Walker2d-v5")
+    assert recipe.data.source is None and recipe.evaluate.reference is None
+    assert load_recipe("demo", "data.collect.steps=9").evaluate.targets == (3000, 2000, 1000, 500)
 
 
 def test_one_process_makes_the_data_and_others_wait(

@@ -10,6 +10,7 @@ from typing import Any
 
 from gear_offline.config.environment_options import options_name
 from gear_offline.config.problems import nearest
+from gear_offline.config.sections import PlaySettings
 from gear_offline.config.strict_yaml import read_yaml, typed_value
 from gear_offline.core.files import LOCK, check_new_file, write_file, writing
 from gear_offline.core.parts import is_part, is_same, part_name
@@ -20,6 +21,7 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 MAX_BASES = 8
 
 OWN_OPTIONS = {"selection": "strategy", "model": "kind"}  # sections of options of one's own
+MAKERS = ("source", "collect")
 KINDS = [f"{section}.{name}" for section, name in OWN_OPTIONS.items()]
 
 Overrides = str | Sequence[str] | Mapping[str, Any]
@@ -53,17 +55,13 @@ def copy_recipe(name: str, destination: str | os.PathLike[str] = ".") -> Path:
 
 def apply_overrides(options: dict[str, Any], overrides: Overrides) -> dict[str, Any]:
     """Return nested `options` with dotted ones set: ``{"a.b": 1}``, or ``"a.b=1"``, one or many."""
-    pairs, before = list(_pairs(overrides)), (options.get("evaluate") or {}).get("environment")
-    changed = {"evaluate.environment": before} | dict(pairs)
-    if not is_same(changed["evaluate.environment"], before):  # these belong to the one before
-        dependent = ("evaluate.reference", "evaluate.environment_options")
-        pairs[:0] = [(key, None) for key in dependent if key not in changed]
+    merged, named = options, dict[str, Any]()
     # another strategy or model drops the options that there are, so it comes first
-    for key, value in sorted(pairs, key=lambda pair: pair[0] not in KINDS):
+    for key, value in sorted(_pairs(overrides), key=lambda pair: pair[0] not in KINDS):
         for part in reversed(key.split(".")):
             value = {part: value}
-        options = _merge(options, value)
-    return options
+        merged, named = _merge(merged, value), _merge(named, value)
+    return _give_way(options, named, merged)
 
 
 def with_value(overrides: Overrides, option: str, value: Any) -> Overrides:
@@ -148,7 +146,8 @@ def with_bases(path: Path, depth: int = 0) -> tuple[dict[str, Any], set[str]]:
         raise InputError("RECIPE", what, str(path), "shorten the chain")
     below, more = with_bases(find_recipe(base, relative_to=path), depth + 1)
     about_base = ("name", "description")
-    options = _merge({k: v for k, v in below.items() if k not in about_base}, content)
+    below = {k: v for k, v in below.items() if k not in about_base}
+    options = _give_way(below, content, _merge(below, content))
     return options, names if is_of_run(path) else names | more
 
 
@@ -200,6 +199,49 @@ def _merge(below: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
             sections = is_same(value[kind], under.get(kind, default))
         merged[key] = _merge(under, value) if sections else value
     return merged
+
+
+def _give_way(below: dict[str, Any], top: dict[str, Any], merged: dict[str, Any]) -> dict[str, Any]:
+    """Return `merged` without what belongs to the data or environment that `top` replaces.
+
+    Who names data, or what makes them, means these: source, collect and evaluation of those below
+    become their fallback.  Who names an environment gets neither options nor scores of another.
+    """
+    tasks = [name for name in _at(below, "data", "tasks") if _at(merged, "data", "tasks", name)]
+    for keys in (("data",), *(("data", "tasks", name) for name in tasks)):
+        play_keys = keys if len(keys) > 1 else ("evaluate",)
+        before, named, now = (_at(options, *keys) for options in (below, top, merged))
+        played, typed = _at(below, *play_keys), {*_at(top, *play_keys)}
+        environment = _at(merged, *play_keys).get("environment")
+        is_other = not is_same(environment, played.get("environment"))
+        typed |= {"reference", "environment_options"} if is_other else set()
+        play = dict.fromkeys(typed - _at(top, *play_keys).keys())
+        data, fallback = dict[str, Any](), before.get("fallback")
+        makers = {name: before[name] for name in MAKERS if before.get(name)}
+        is_named = named.get("path") and not any(named.get(name) for name in MAKERS)
+        if makers and (is_named or _made_of(now) != _made_of(before)):
+            facts = {name: played[name] for name in PlaySettings.model_fields if name in played}
+            fallback = makers | facts
+            data = dict.fromkeys(makers.keys() - named.keys())
+            play |= dict.fromkeys(facts.keys() - typed)
+        if fallback and now and "fallback" not in named:
+            data["fallback"] = {n: v for n, v in fallback.items() if n not in typed}
+        for section, options in ((keys, data), (play_keys, play)):
+            for part in reversed(section if options else ()):
+                options = {part: options}
+            merged = _merge(merged, options)
+    return merged
+
+
+def _made_of(data: dict[str, Any]) -> tuple[Any, Any]:
+    return data.get("source"), _at(data, "collect").get("environment")
+
+
+def _at(options: Any, *keys: str) -> dict[str, Any]:
+    """Return the options of a section; none of one that is not there."""
+    for key in keys:
+        options = options.get(key) if isinstance(options, dict) else None
+    return options if isinstance(options, dict) else {}
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -136,7 +136,7 @@ def no_data(data: DataSettings, made_in: str | None = None) -> InputError:
     if data.path is not None:
         what = f"no dataset at {data.path} (relative to {Path.cwd()})"
         remedy = "make it with `gear-offline convert`, or say what to convert: data.source"
-    if data.source is not None or data.collect is not None:
+    if data.maker.source or data.maker.collect:
         remedy = "`gear-offline train` makes it"
     elif made_in not in (None, str(Path.cwd())):
         remedy = f"the run was made in {made_in}: go there, or give data.path=PATH"

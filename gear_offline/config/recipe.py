@@ -144,8 +144,9 @@ class Recipe(Section):
     def environments(self) -> tuple[str, ...]:
         """The environments that it names to evaluate in or to collect in, each once."""
         tasks = list((self.data.tasks or {}).values())
-        makers = [self.data.collect, *(task.collect for task in tasks)]
-        names = [self.evaluate.environment, *(task.environment for task in tasks)]
+        fallbacks = [data.fallback for data in (self.data, *tasks) if data.fallback is not None]
+        makers = [data.collect for data in (self.data, *tasks, *fallbacks)]
+        names = [played.environment for played in (self.evaluate, *tasks, *fallbacks)]
         names += [maker.environment for maker in makers if maker is not None]
         return tuple(dict.fromkeys(filter(None, names)))
 

@@ -164,6 +164,15 @@ class PlaySettings(Section):
     """Returns as the data count them; null: their best and mean.  Of goals: numbers of tasks."""
 
 
+class FallbackSettings(PlaySettings):
+    """What a recipe makes, and how it plays it, in whose place others are named."""
+
+    source: Place | None = None
+    """Source to convert."""
+    collect: CollectSettings | None = None
+    """Data to record and convert."""
+
+
 class StoredSettings(Section):
     """A dataset, and what it is made of; each of several tasks has its own."""
 
@@ -175,6 +184,13 @@ class StoredSettings(Section):
     """Data to record and convert into `path` if that does not exist, instead of `source`."""
     admissions: Positive | None = None
     """Pieces that were admitted to `path`, the first so many; null: all when the run begins."""
+    fallback: FallbackSettings | None = None
+    """A base's own data and evaluation, in whose place `path` is named: if missing or made so."""
+
+    @property
+    def maker(self) -> StoredSettings | FallbackSettings:
+        """Return what makes `path` where it is missing."""
+        return self if self.source or self.collect else self.fallback or self
 
     @model_validator(mode="after")
     def _check_maker(self) -> Self:

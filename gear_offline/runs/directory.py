@@ -113,7 +113,7 @@ SETTLED = re.compile(
     r"|data\.(tasks\..*\.)?admissions"
 )
 # what a dataset is made of, which does not matter once it is there: its digest is compared
-ORIGIN = re.compile(r"data\.(tasks\..*\.)?(source|columns|collect)(\..*)?")
+ORIGIN = re.compile(r"data\.(tasks\..*\.)?(source|columns|collect|fallback)(\..*)?")
 
 
 def recipe_before(path: Path, start: Path | None = None) -> tuple[Recipe, SavedState] | None:

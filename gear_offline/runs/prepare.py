@@ -10,6 +10,7 @@ import json
 import re
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import isclose, isfinite
@@ -19,8 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from gear_offline.config.files import MAKERS
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.sections import CollectSettings, DataSettings
+from gear_offline.config.sections import CollectSettings, DataSettings, PlaySettings
 from gear_offline.convert.conversion import changed_files, convert, options_text
 from gear_offline.core.files import check_folder, turn_of
 from gear_offline.core.hub import is_there
@@ -117,11 +119,13 @@ def prepare_one(recipe: Recipe, *, quiet: bool = False) -> Dataset:
 
     Where several processes miss it, the first makes it and the others wait.
     """
-    path = None if recipe.data.path is None else Path(recipe.data.path)
-    if path is not None and not is_there(path) and (recipe.data.source or recipe.data.collect):
+    data, maker = recipe.data, recipe.data.maker
+    path = None if data.path is None else Path(data.path)
+    if path is not None and not is_there(path) and (maker.source or maker.collect):
         with turn_of(path, quiet=quiet):
             if not is_there(path):
-                _make(recipe.data, path, quiet=quiet)
+                made = data.model_copy(update={name: getattr(maker, name) for name in MAKERS})
+                _make(made, path, quiet=quiet)
     dataset = open_one(recipe)
     _check_origin(recipe.data, dataset)
     return dataset
@@ -162,7 +166,7 @@ def _check_origin(data: DataSettings, dataset: Dataset) -> None:
 
 def _check_collected(settings: CollectSettings, recorded: Any, what: str, path: Path) -> None:
     """Refuse a file or dataset whose recorded attributes are not what would be collected."""
-    facts = {"env_options": "{}"} | (recorded if isinstance(recorded, dict) else {})
+    facts = {"env_id": None, "env_options": "{}"} | (recorded if isinstance(recorded, dict) else {})
     asked: dict[str, Any] = {"env_id": settings.environment, "seed": settings.seed}
     asked["env_options"] = json.dumps(settings.environment_options)
     if isinstance(options := facts.get("asked"), str):  # else another program recorded it
@@ -255,8 +259,8 @@ def _resolve_tasks(
         single, own = _resolve_one(recipe.of_task(task.name), task.dataset, quiet=quiet)
         evaluate = single.evaluate
         options["data"]["tasks"][task.name] |= {
+            **single.data.model_dump(mode="json", include={*MAKERS, "fallback", "admissions"}),
             "returns_scale": single.loader.returns_scale,
-            "admissions": single.data.admissions,
             "environment": evaluate.environment,
             "environment_options": evaluate.environment_options,
             "reference": evaluate.reference,
@@ -290,7 +294,24 @@ def _resolve_tasks(
     return Recipe.read(options), joint
 
 
+def _with_fallback(recipe: Recipe, dataset: Dataset) -> Recipe:
+    """Return the recipe as its base plays data, if that has made these; else without it."""
+    if (fallback := recipe.data.fallback) is None:
+        return recipe
+    changes, stored = {"data.fallback": None}, fallback.model_dump(mode="json")
+    makers = {name: getattr(fallback, name) for name in MAKERS}
+    with suppress(InputError):  # DATA_MISMATCH
+        _check_origin(recipe.data.model_copy(update=makers), dataset)
+        if recipe.data.maker is fallback:
+            changes |= {f"data.{name}": stored[name] for name in MAKERS}
+        for name in PlaySettings.model_fields:
+            if getattr(recipe.evaluate, name) is None:
+                changes[f"evaluate.{name}"] = stored[name]
+    return recipe.replace(changes)
+
+
 def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Recipe, ModelSizes]:
+    recipe = _with_fallback(recipe, dataset)
     _check_condition(recipe, dataset)
     sizes = data_sizes(dataset, recipe.loader.observations)
     environment = recipe.evaluate.environment or dataset.environment_id

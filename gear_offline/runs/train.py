@@ -111,9 +111,10 @@ def train(
     text = f"{steps:,} steps" + (f", the first {warmup:,} of them warm-up" if warmup else "")
     say(f"{whole.name}: {text}; seed {whole.seed}", quiet=quiet)
     if is_first_process():
-        check_recipe(whole, where=f"recipe {whole.name}")
-        data = whole.data
-        if not (data.tasks or data.source or data.collect or (data.path and is_there(data.path))):
+        check_recipe(whole, where=f"recipe {whole.name}", quiet=quiet)
+        data, maker = whole.data, whole.data.maker
+        is_made = maker.source or maker.collect
+        if not (data.tasks or is_made or (data.path and is_there(data.path))):
             raise no_data(data, before and before[1].folder)
         check_place(path, resume=resume)  # last: what is typed wrong is told first
     from gear_offline.runs import loop  # loads torch
