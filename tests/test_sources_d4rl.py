@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.convert.conversion import convert
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.sources import Source, d4rl, open_source
+from gear_offline.sources import Source, d4rl, from_arrays, open_source
 from tests.hdf5_files import Columns, assert_same, naive_episodes, table, write
 from tests.support import Patch, one_error
 
@@ -99,6 +101,43 @@ def test_episodes_of_every_family(
         tail = naive[-1].stop - naive[-1].start
         finished = ends(naive[-1].stop - 1, tail - 1)
         assert source.info.attributes["unfinished_tail_steps"] == (0 if finished else tail)
+
+
+def parquet_rows(path: Path, columns: dict[str, Any]) -> None:
+    rows = {name: values.tolist() for name, values in columns.items()}
+    pq.write_table(pa.table(rows), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "widths", "limit", "ends", "terminated", "reference"),
+    [
+        ("antmaze-umaze-v2", (29, 8), [4, 9], [5, 10, 12], [False] * 3, "antmaze-umaze-v2"),
+        ("kitchen-complete-v0", (60, 9), None, [3, 8, 12], [False] * 3, "kitchen-complete-v0"),
+        ("hopper-medium-v2", (11, 3), None, [3, 8, 12], [True, True, False], "hopper-medium-v2"),
+        ("unnamed", (11, 3), None, [3, 8, 12], [True, True, False], None),
+    ],
+)
+def test_a_family_s_rule_holds_in_every_format(  # terminals after steps 3 and 8 of 12
+    tmp_path: Path, name: str, widths: tuple[int, int], limit: list[int] | None,
+    ends: list[int], terminated: list[bool], reference: str | None,
+) -> None:  # fmt: skip
+    terminals, timeouts = np.isin(np.arange(12), (2, 7)), np.isin(np.arange(12), limit or [])
+    columns = flagged(
+        terminals, timeouts if limit else None, observations=widths[0], actions=widths[1]
+    )
+    columns = {n: rows for n, rows in columns.items() if not n.startswith("infos")}
+    paths = [tmp_path / f"{name}{suffix}" for suffix in (".hdf5", ".npz", ".parquet")]
+    write(paths[0], columns)
+    np.savez(paths[1], **columns)
+    parquet_rows(paths[2], columns)
+    sources = [*map(open_source, paths), from_arrays(columns, name=name)]
+    for source in sources:
+        with source:
+            assert source.episodes.offsets[1:].tolist() == ends
+            assert source.terminated.tolist() == terminated
+            assert source.info.reference_name == reference
+    with open_source(paths[1], rule="terminals", names={"observations": "observations"}) as source:
+        assert source.episodes.offsets[1:].tolist() == [3, 8, 12]  # what the user says wins
 
 
 PASSED_OVER = "terminals is true at 290 steps where no episode ends"

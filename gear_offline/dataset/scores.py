@@ -24,6 +24,7 @@ from gear_offline.dataset.statistics import Model
 from gear_offline.errors import InputError
 
 TOLERANCE = 1e-6  # of the largest reward: float32 rounding
+_SUFFIXES = r"\.(?:hdf5|h5|npz|parquet|arrow|feather|zarr|zarr\.zip)$"
 _ENGINE_NOTE = "D4RL's simulator was another (mujoco-py, v2), so the score is indicative only"
 _WALKER_NOTE = f"{_ENGINE_NOTE}; Walker2d-v5 moreover changed a foot's friction (1.9, not 0.9)"
 _GYMNASIUM_FAMILIES = {
@@ -58,6 +59,13 @@ def _table() -> dict[str, tuple[float, float, str]]:
     return {row["env"]: (low, high, row["dataset_file"]) for low, high, row in rows}
 
 
+@functools.cache
+def _names() -> dict[str, str]:
+    """Return {dataset, or stem of its file: dataset}."""
+    files = {PurePosixPath(row[2]).stem: name for name, row in reversed(_table().items())}
+    return files | {name: name for name in _table()}
+
+
 def _pair(name: str) -> tuple[float, float] | None:
     """Return minimum and maximum of a dataset, or those that all datasets of a family share."""
     table = _table()
@@ -80,13 +88,7 @@ def dataset_file(name: str) -> str | None:
 
 def dataset_of_file(name: str) -> str | None:
     """Return the dataset that a dataset name, file name or path stands for, or ``None``."""
-    stem = re.sub(r"\.(?:hdf5|h5)$", "", PurePosixPath(name).name)
-    return stem if stem in _table() else _names_by_file().get(stem)
-
-
-@functools.cache
-def _names_by_file() -> dict[str, str]:
-    return {PurePosixPath(row[2]).stem: name for name, row in reversed(_table().items())}
+    return _names().get(re.sub(_SUFFIXES, "", PurePosixPath(name).name))
 
 
 def reference_scores(name: str) -> ReferenceScores | None:

@@ -24,7 +24,6 @@ from gear_offline.progress import Progress
 from gear_offline.sources.base import Source
 from gear_offline.sources.columns import names_after
 from gear_offline.sources.flags import TERMINAL_FLAGS, TIME_FLAGS
-from gear_offline.sources.hdf5 import Hdf5Dataset
 from gear_offline.sources.rules import ARTIFICIAL
 
 SERVER = "http://rail.eecs.berkeley.edu/datasets/offline_rl/"  # d4rl/infos.py; it has no https
@@ -73,14 +72,15 @@ class D4rlFile(NamedTuple):
         cls,
         name: str,
         attributes: Mapping[str, Any],
-        datasets: Mapping[str, Hdf5Dataset],
+        stored: Mapping[str, Any],
         names: Mapping[str, str],
     ) -> D4rlFile | None:
         """Find out by attributes, the file's name and its content; None: another layout.
 
-        Columns are those that the user's `names` make; widths are those that are stored.
+        Columns are those that the user's `names` make; widths are those of the `stored` ones, which
+        have a ``shape``.
         """
-        here, is_exported = names_after(datasets, names), EXPORTED in attributes
+        here, is_exported = names_after(stored, names), EXPORTED in attributes
         has_timeouts = "timeouts" in here
         foreign = not has_timeouts and any(flag in here for flag in TIME_FLAGS)
         is_d4rl = not foreign and {"observations", "actions", "rewards", "terminals"} <= here
@@ -90,8 +90,8 @@ class D4rlFile(NamedTuple):
         is_part = "gear_offline" in attributes and ".py:" in env_id  # FILE.py:Name, of `collect`
         environment = env_id if is_part or is_gymnasium_id(env_id) else None
         wanted = ("observations", "actions")
-        stored = (datasets.get(n) or datasets.get(names.get(n, "")) for n in wanted)
-        widths = tuple(prod(((part and part.shape) or ())[1:]) for part in stored)
+        columns = (stored.get(n, stored.get(names.get(n, ""))) for n in wanted)
+        widths = tuple(prod((getattr(column, "shape", None) or ())[1:]) for column in columns)
         family, evidence, dataset = FAMILIES[-1], "attributes", dataset_of_file(name)
         if not (is_exported or {*names} & {*TERMINAL_FLAGS}):
             family, evidence = _family_told(name, env_id, widths, here)
@@ -101,6 +101,18 @@ class D4rlFile(NamedTuple):
             rule = str(attributes.get("rule", rule))
         reference = None if environment else dataset or dataset_of_file(env_id)
         return cls(dataset or name, family, evidence, rule, environment, reference)
+
+    @property
+    def is_named(self) -> bool:
+        """True if a name tells its family."""
+        return self.evidence in ("name", "env_id") and self.family is not FAMILIES[-1]
+
+    def hints(self, rule: str | None) -> list[str]:
+        """Return a warning of rows that look like a family's, and go by another `rule`."""
+        if rule or self.family is FAMILIES[-1] or self.rule in (None, FAMILIES[-1].rule):
+            return []
+        what = f"the rows look like {self.family.name}'s, whose episodes end by another rule"
+        return [f"{what}: --rule {self.rule} reads them so"]
 
     def warnings(self, source: Source, *, overridden: bool) -> list[str]:
         """Return warnings of the episodes that the rule gave."""

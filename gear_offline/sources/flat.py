@@ -38,37 +38,28 @@ OPTIONAL = ("rewards", "next_observations", *FLAGS)
 
 
 def open_hdf5(file: Hdf5File, asked: Asked) -> Source:
-    """Open an HDF5 file of D4RL's or the generic layout; its name tells D4RL's family."""
-    attributes, rule = file.attributes(), asked.rule
-    d4rl = D4rlFile.detect(asked.uri.removeprefix("d4rl:"), attributes, file.datasets, asked.names)
+    """Open an HDF5 file of D4RL's or the generic layout."""
+    attributes, environment = file.attributes(), file.attributes().get("env_id")
     facts: dict[str, Any] = {"attributes": attributes, "metadata": file.metadata()}
-    if d4rl:
-        facts |= {"family": d4rl.family.name, "family_from": d4rl.evidence}
-    environment = d4rl.environment if d4rl else attributes.get("env_id")
     options, whole = dict[str, Any](), partial[Any](file.attribute, "/")
     with suppress(TypeError, ValueError, RecursionError):
         options |= json.loads(whole("env_options"), parse_constant=str)
     with suppress(TypeError, ValueError):  # of what was exported
         edits = dict(json.loads(whole("edits")))
         facts |= {name: edits[name] for name in EDITS if isinstance(edits.get(name), list)}
-    source = table_source(
+    return table_source(
         file.datasets,
         asked,
         (file.file,),
         file.column,
-        format="d4rl" if d4rl else "hdf5",
-        rule=d4rl.rule if d4rl and rule is None else rule,
+        format="hdf5",
         environment_id=environment if isinstance(environment, str) else None,
         environment_options=options,
         scores=own_scores(attributes, asked.uri),
-        reference_name=d4rl.reference if d4rl else None,
         facts=facts,
         notes=file.warnings,
         numbers={**attributes, **{n: file.scalar(n) for n in single_values(file.datasets)}},
     )
-    if d4rl:
-        source.warn(*d4rl.warnings(source, overridden=rule is not None))
-    return source
 
 
 def table_source(
@@ -109,6 +100,8 @@ def flat_source(
     *,
     rule: str | None,
     where: str,
+    uri: str,
+    format: str,
     others: Mapping[str, Any] | None = None,
     names: Mapping[str, str] | None = None,
     facts: Mapping[str, Any],
@@ -118,9 +111,20 @@ def flat_source(
     """Return a source of columns which a rule, or else the flags among them, cut into episodes.
 
     Columns are arrays, or have their ``shape``, ``dtype`` and ``read(start, stop)``; `others` have
-    fewer rows, and may tell where episodes start.  A flag stays one under another name.
+    fewer rows, and may tell where episodes start.  A flag stays one under another name.  The rule
+    of a family of D4RL holds for its rows in any format.
     """
-    piece, names = Piece.of(columns), names or {}
+    piece, names, is_overridden = Piece.of(columns), names or {}, rule is not None
+    attributes = {"env_id": info.get("environment_id"), **facts.get("attributes", {})}
+    stored = {**dict.fromkeys(facts.get("left_out", ())), **(others or {}), **columns}
+    d4rl = D4rlFile.detect(uri.removeprefix("d4rl:"), attributes, stored, names)
+    if d4rl and (format == "ogbench" or (format != "hdf5" and not d4rl.is_named)):
+        notes, d4rl = [*notes, *d4rl.hints(rule)], None  # HDF5 alone is D4RL's own format
+    if d4rl:
+        facts = {**facts, "family": d4rl.family.name, "family_from": d4rl.evidence}
+        info["reference_name"], rule = d4rl.reference, rule or d4rl.rule
+    if d4rl and format == "hdf5":
+        format, info["environment_id"] = "d4rl", d4rl.environment
     flags = chosen_flags(columns, names)
     table = {name: rows for name, rows in columns.items() if name not in flags.values()}
     table |= {new: columns[old] for new, old in {**names, **flags}.items() if old in columns}
@@ -136,9 +140,11 @@ def flat_source(
     rule, lengths, ended, tail, hints = split_episodes(rule, table, flags, piece.steps, where=where)
     facts = {**facts, "unfinished_tail_steps": tail, "warnings": [*notes, *hints]}
     kinds = row_kinds(columns)
-    origin = SourceInfo(rule=rule, attributes=facts, edges=edges, **info)
+    origin = SourceInfo(uri=uri, format=format, rule=rule, attributes=facts, edges=edges, **info)
     sizes = {name: getattr(rows, "preferred_rows", 0) for name, rows in columns.items()}
-    return Source([piece], kinds, lengths=lengths, terminated=ended, preferred=sizes, info=origin)
+    source = Source([piece], kinds, lengths=lengths, terminated=ended, preferred=sizes, info=origin)
+    source.warn(*d4rl.warnings(source, overridden=is_overridden) if d4rl else ())
+    return source
 
 
 def single_values(arrays: Mapping[str, Any]) -> list[str]:
