@@ -726,3 +726,54 @@ def test_what_is_not_kept_is_not_talked_of(tmp_path: Path, capsys: Captured) -> 
         assert main(["convert", path, out, "--overwrite", *options]) == 0
         error = capsys.readouterr().err
         assert error.count("speed [m/s]") == error.count("left out: text") == said
+
+
+IN_TURN = np.tile(np.arange(4), 40)  # of the environment of each row, and its step there
+TURN = np.repeat(np.arange(40), 4)
+TURNS = {
+    "observations": np.stack([IN_TURN, TURN], 1).astype(np.float32),
+    "actions": np.full((160, 1), 0.5, np.float32),
+    "rewards": TURN.astype(np.float32),
+    "terminals": (TURN + 1) % np.array([10, 8, 20, 5])[IN_TURN] == 0,
+    "timeouts": np.zeros(160, bool),
+}
+BY_ENVIRONMENT = np.argsort(IN_TURN, kind="stable")
+
+
+@pytest.mark.parametrize("rule", ["by:env_id", "by:4", "by:env_id|terminals"])
+@pytest.mark.parametrize("writer", [hdf5, npz, None])
+def test_rows_of_environments_in_turn_are_sorted(
+    tmp_path: Path, writer: Callable[..., Path] | None, rule: str
+) -> None:
+    columns = TURNS | {"env_id": IN_TURN}
+    source = go.from_arrays(columns, rule=rule) if writer is None else writer(tmp_path, columns)
+    data = converted(source, tmp_path / "d", **({"rule": rule} if writer else {}))
+    ends = np.flatnonzero(TURNS["terminals"][BY_ENVIRONMENT])
+    assert data.episodes.lengths.tolist() == np.diff(ends, prepend=-1).tolist()
+    assert data.terminated.all()
+    for name, rows in columns.items():
+        np.testing.assert_array_equal(data.column(name), rows[BY_ENVIRONMENT])
+
+
+@pytest.mark.parametrize("names", [IN_TURN, np.array(list("abcd"))[IN_TURN]])
+def test_an_environment_that_changes_inside_episodes_is_refused(names: Any) -> None:
+    columns = TURNS | ({"env_id": names} if names.dtype.kind == "i" else {})
+    if "env_id" in columns:
+        with one_error("SOURCE_LAYOUT", "env_id changes .*--ends by:env_id"):
+            go.from_arrays(columns)
+    source = go.from_arrays(TURNS | {"env_id": names}, rule="by:env_id")
+    np.testing.assert_array_equal(source.read("observations", 0, 160)[:, 0], np.sort(IN_TURN))
+    said = go.from_arrays(TURNS | {"k": IN_TURN}).info.attributes["warnings"]
+    assert any("k goes round" in text and "--ends by:k" in text for text in said)
+    steps = go.from_arrays(TURNS | {"terminals": IN_TURN == 3, "k": IN_TURN})  # of each episode
+    assert steps.info.attributes["warnings"] == []
+    with one_error("COLUMN", "needs a column 'nope'"):
+        go.from_arrays(TURNS, rule="by:nope")
+
+
+def test_next_observations_tell_environments_in_turn(tmp_path: Path) -> None:
+    after = TURNS["observations"] + np.float32([0, 1])
+    said = go.convert(
+        npz(tmp_path, TURNS | {"next_observations": after}), tmp_path / "d", quiet=True
+    ).source
+    assert any("4 on, as of 4 environments in turn: --ends by:4" in t for t in said.warnings)

@@ -35,7 +35,7 @@ from gear_offline.convert.shards import (
 from gear_offline.core.files import new_directory, write_file
 from gear_offline.core.parts import is_same, part_name
 from gear_offline.core.text import count_text, say, texts
-from gear_offline.core.types import Array
+from gear_offline.core.types import Array, BoolArray
 from gear_offline.dataset.dataset import Dataset, with_shards
 from gear_offline.dataset.inspect import summary
 from gear_offline.dataset.manifest import (
@@ -549,8 +549,29 @@ def _steps_apart(data: Source | Dataset) -> str:
         first, last = np.searchsorted(ends, (start + 1, stop + 1))
         is_far[ends[first:last] - start - 1] = False
         jumps += int(is_far.sum())
+    if not jumps:
+        return ""
     what = f"at {jumps:,} of {count_text(steps, 'step')} {NEXT} are not those of the next row"
-    return f"{what}: ends are missing (--ends KIND:COLUMN), or rows are out of order" * bool(jumps)
+    if 2 * jumps > steps and (lag := _turn_length(data, pairs)):
+        return f"{what}, but {lag} on, as of {lag} environments in turn: --ends by:{lag}"
+    return f"{what}: ends are missing (--ends KIND:COLUMN), or rows are out of order"
+
+
+def _turn_length(data: Source | Dataset, pairs: list[tuple[str, str]]) -> int:
+    """Return how many rows on next observations are found in the first rows; 0: nowhere."""
+    width = sum(data.spec[name].step_bytes for _, name in pairs)
+    rows = min(data.spec.steps, 3 + COMPARED_BYTES // max(width, 1))
+    after, now = (
+        np.concatenate([data.read(pair[side], 0, rows).reshape(rows, -1) for pair in pairs], 1)
+        for side in (0, 1)
+    )
+
+    def is_next(lag: int) -> BoolArray:
+        return np.isclose(after[:-lag], now[lag:], 1e-3, 1e-3, equal_nan=True).all(1)
+
+    alike = np.isclose(now, after[0], 1e-3, 1e-3, equal_nan=True).all(1)
+    lags = [lag for lag in np.flatnonzero(alike).tolist() if 1 < lag <= rows // 3]
+    return next((lag for lag in lags[:100] if 2 * is_next(lag).sum() > rows), 0)
 
 
 def _of_kept(info: SourceInfo, kept: Sequence[ColumnSpec], names: Mapping[str, str]) -> SourceInfo:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -143,7 +144,9 @@ def from_arrays(
     named = _named(columns, "")
     metadata = {key: named.pop(key) for key in tuple(named) if key.split("/")[0] == METADATA}
     marks = {mark[2]: mark[1] for mark in MARK.finditer(rule or "")}
-    ids = {k: np.asarray(named[k]) for k, kind in marks.items() if kind == "ids" and k in named}
+    ids = {
+        k: np.asarray(named[k]) for k, kind in marks.items() if kind in ("ids", "by") and k in named
+    }
     others = {k: rows.astype(str) for k, rows in ids.items() if rows.dtype.kind in "OU"}
     arrays = {k: as_rows(value, k, "") for k, value in named.items() if k not in others}
     others |= {k: arrays.pop(k) for k in arrays.keys() & marks if marks[k] in BOUNDS}
@@ -182,7 +185,7 @@ def end_flags(episode: Mapping[str, Any], where: str = "an episode") -> dict[str
     """Return the flags at an episode's end; refuse one inside it, and one with a misspelt name."""
     flags = {name: np.atleast_1d(np.asarray(episode[name])) for name in FLAGS if name in episode}
     for name in episode.keys() - flags.keys():
-        near = nearest(name, FLAGS, cutoff=0.85)
+        near = _nearest_flag(name)
         if near and MEANING[near] not in map(MEANING.get, flags):
             raise _in_column("is no flag", where, f"name it {near}, or less alike", name)
     for name, rows in flags.items():
@@ -191,6 +194,11 @@ def end_flags(episode: Mapping[str, Any], where: str = "an episode") -> dict[str
             what = f"true at step {inside[0]} of {len(rows)}, where the episode goes on"
             raise _in_column(what, where, "cut the episode there, or rename the column", name)
     return {name: bool(rows[-1:].any()) for name, rows in flags.items()}
+
+
+@lru_cache(maxsize=4096)
+def _nearest_flag(name: str) -> str | None:
+    return nearest(name, FLAGS, cutoff=0.85)
 
 
 def read_episode(episode: Mapping[str, Any], where: str) -> Columns:

@@ -24,22 +24,29 @@ from gear_offline.sources.flags import PADDED, TERMINAL_FLAGS, UNIONS, RowsWhere
 from gear_offline.sources.input_files import misfit
 from gear_offline.sources.row_marks import falls, last_rows, row_marks, unnamed_marks
 from gear_offline.sources.rules import CUTS, Rule, default_rule, split_values, union
+from gear_offline.sources.streams import doubts
 
 _LIKELY = re.compile(r"trunc|limit|time_?out|final|last|cut(_|$)", re.IGNORECASE)
 NO_TERMINATION = "no flag tells a termination: every episode counts as truncated"
 
 
 def split_episodes(
-    rule: str | None, table: Mapping[str, Any], flags: Collection[str], rows: int, *, where: str
+    rule: str | None,
+    table: Mapping[str, Any],
+    flags: Collection[str],
+    rows: int,
+    cuts: Int64Array,
+    *,
+    where: str,
 ) -> tuple[str, Int64Array, BoolArray, int, list[str]]:
     """Return the episodes of a table of `rows` rows by a rule, or by its `flags`.
 
     They are the rule, (E,) lengths and terminations, the steps of a last episode that nothing
     ended, and what the flags cannot tell.
 
-    `table` has arrays, or what has ``shape`` and ``read(start, stop)``.  An episode is terminated
-    if its last row bears a terminal flag, which wins over a timeout on the same row.  Rows behind
-    the last end form an episode that is truncated.
+    `table` has arrays, or what has ``shape`` and ``read(start, stop)``.  Episodes end at the rows
+    `cuts` too.  One is terminated if its last row bears a terminal flag, which wins over a timeout
+    on the same row.  Rows behind the last end form an episode that is truncated.
     """
     asked, (rule, values) = rule, split_values(rule)
     true = cache(lambda name: true_rows(table[name], name, where, values.get(name), flags))
@@ -56,7 +63,7 @@ def split_episodes(
         implied = Rule.parse(text, others, where)
         parsed = parsed._replace(terminals=implied.terminals, cuts=implied.cuts)
         note = unknown if parsed.marks and implied.terminals[0] in UNIONS else ""
-    last = _ends(parsed, table, rows, true, where)
+    last = np.union1d(_ends(parsed, table, rows, true, where), cuts)
     tail = rows - 1 - int(last[-1]) if last.size else rows
     last = np.append(last, [rows - 1] * (tail > 0)).astype(np.int64)
     for name, (tells, remedy) in unnamed.items():
@@ -64,6 +71,10 @@ def split_episodes(
             what = f"{name} tells of {tells.size:,} episodes, and {rule} of {last.size:,} others"
             remedy = remedy or f"give --ends {name}"
             raise misfit(what, where, f"{remedy}; or keep these by --rule '{rule}'")
+    in_turn = [] if cuts.size else [*doubts(table, flags, last, rows)]
+    for what, remedy, is_certain in in_turn:
+        if is_certain and asked is None:
+            raise misfit(what, where, f"{remedy}; or keep these episodes by --rule '{rule}'")
     lengths = np.diff(last, prepend=np.int64(-1))
     terminated = parsed.terminated(last, lengths, true)
     terminated[-1] &= not tail
@@ -77,6 +88,7 @@ def split_episodes(
             notes += _inside({name: true(name)}, last)
     if asked is None:
         notes += _likely(table, flags, last, rows, where)
+    notes += [f"{what}: {remedy}" for what, remedy, _ in in_turn]
     for name in (part[6:-2] for part in row_marks(table) if part[:6] + part[-2:] == "first:=0"):
         if inside := np.setdiff1d(falls(table[name], rows), last).size:
             what = f"{name} falls at {count_text(inside, 'step')} inside episodes"

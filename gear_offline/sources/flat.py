@@ -30,6 +30,7 @@ from gear_offline.sources.hdf5 import Hdf5File
 from gear_offline.sources.input_files import InputFile, misfit
 from gear_offline.sources.ring import Ring
 from gear_offline.sources.row_marks import MARK
+from gear_offline.sources.streams import SortedColumn, split_order
 
 REQUIRED = ("observations", "actions")
 UNREAD = "store it as numbers, or leave it out: any --rule does, such as --rule none"
@@ -114,9 +115,15 @@ def flat_source(
     fewer rows, and may tell where episodes start.  A flag stays one under another name.  The rule
     of a family of D4RL holds for its rows in any format.
     """
-    piece, names, is_overridden = Piece.of(columns), names or {}, rule is not None
+    names, rows = names or {}, next(iter(columns.values())).shape[0]
+    stored = {**(others or {}), **columns}
+    named = {new: stored[old] for new, old in names.items() if old in stored}
+    rule, by, order, cuts = split_order(rule, {**stored, **named}, rows, where)
+    if order is not None:
+        columns = {name: SortedColumn(column, order) for name, column in columns.items()}
+    piece, is_overridden = Piece.of(columns), rule is not None
     attributes = {"env_id": info.get("environment_id"), **facts.get("attributes", {})}
-    stored = {**dict.fromkeys(facts.get("left_out", ())), **(others or {}), **columns}
+    stored = {**dict.fromkeys(facts.get("left_out", ())), **stored}
     d4rl = D4rlFile.detect(uri.removeprefix("d4rl:"), attributes, stored, names)
     if d4rl and (format == "ogbench" or (format != "hdf5" and not d4rl.is_named)):
         notes, d4rl = [*notes, *d4rl.hints(rule)], None  # HDF5 alone is D4RL's own format
@@ -136,8 +143,9 @@ def flat_source(
             raise InputError("COLUMN", what, where, "store it as whole numbers")
         if mark[1] == "ids" and mark[2] in table:
             read = Piece.of({mark[2]: table[mark[2]]}).read
-            edges = tuple(read(mark[2], row, row + 1) for row in (0, piece.steps - 1))
-    rule, lengths, ended, tail, hints = split_episodes(rule, table, flags, piece.steps, where=where)
+            edges = tuple(read(mark[2], row, row + 1) for row in (0, rows - 1))
+    rule, lengths, ended, tail, hints = split_episodes(rule, table, flags, rows, cuts, where=where)
+    rule = f"{by}|{rule}" if by else rule
     facts = {**facts, "unfinished_tail_steps": tail, "warnings": [*notes, *hints]}
     kinds = row_kinds(columns)
     origin = SourceInfo(uri=uri, format=format, rule=rule, attributes=facts, edges=edges, **info)

@@ -22,7 +22,7 @@ from gear_offline.sources.flags import blocks_of, true_rows
 from gear_offline.sources.input_files import misfit
 
 BOUNDS = ("starts", "ends", "lengths")  # that need not have a row a step
-MARK = re.compile(r"(starts|ends|lengths|ids|first|last):([^|=]+)(?:=(-?[0-9.]+))?")
+MARK = re.compile(r"(starts|ends|lengths|ids|first|last|by):([^|=]+)(?:=(-?[0-9.]+))?")
 MIXED = "sort the rows by episode and step, and give each episode an id of its own"
 _ROW_MARKS = (  # names of columns that tell where episodes are, and the part of a rule for them
     (r"(.*/)?(is_first|episode_starts?)", "first:{}"),

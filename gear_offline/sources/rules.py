@@ -32,7 +32,7 @@ ARTIFICIAL = f"terminals{CUTS}"
 SPLIT, ONLY = "done-and-timeout", "done-only"
 CONVENTIONS = (SPLIT, ONLY, *(f"{flag}{CUTS}" for flag in TERMINAL_FLAGS))
 KNOWN = ", ".join((*FLAGS, SPLIT, ONLY, ARTIFICIAL, "steps=N"))
-KNOWN += ", starts:COLUMN, ends:, lengths:, ids:"
+KNOWN += ", starts:COLUMN, ends:, lengths:, ids:, by:"
 
 
 class Rule(NamedTuple):
@@ -51,7 +51,7 @@ class Rule(NamedTuple):
         parts = text.split("|") if text != "none" else []
         ends = [part for part in parts if part in FLAGS]
         names = [part for part in parts if part in CONVENTIONS]
-        marks = [mark for part in parts if (mark := MARK.fullmatch(part))]
+        marks = [m for part in parts if (m := MARK.fullmatch(part)) and m[1] != "by"]
         limits = [p[6:] for p in parts if re.fullmatch(r"steps=[1-9][0-9]{0,11}", p)]
         count = len({*ends}) + len(names[:1]) + len(marks) + len(limits[:1])
         if count < len(parts):
