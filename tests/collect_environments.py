@@ -43,6 +43,22 @@ def length_of(seed: int) -> int:
     return 1 + seed % (LIMIT + 3)
 
 
+class Clock(gymnasium.Env[Observation, npt.NDArray[np.float32]]):
+    """Observe the seconds since 1970: neighbours are one number in float32."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float64)
+    action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.now = 1.75e9
+        return np.array([self.now]), {}
+
+    def step(self, action: Any) -> Any:
+        self.now += 0.1
+        return np.array([self.now]), 1.0, False, False, {}
+
+
 class Push(gymnasium.Env[Observation, npt.NDArray[np.float32]]):
     """Push a point to the origin: a linear policy solves it, which ARS finds in seconds."""
 
@@ -65,8 +81,9 @@ class Unbounded(Push):
     action_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
 
 
-for made, limit in (("Counter", LIMIT), ("Push", 10), ("Unbounded", 10)):
+for made, limit in (("Counter", LIMIT), ("Clock", LIMIT), ("Push", 10), ("Unbounded", 10)):
     gymnasium.register(f"{made}-v0", f"{__name__}:{made}", max_episode_steps=limit)
 gymnasium.register("Endless-v0", f"{__name__}:Push")
+CLOCK = "tests.collect_environments:Clock-v0"
 COUNTER = "tests.collect_environments:Counter-v0"
 PUSH = "tests.collect_environments:Push-v0"

@@ -20,7 +20,7 @@ from gear_offline.export import _Output
 from gear_offline.runs.loop import train_run
 from gear_offline.runs.prepare import prepare_one
 from gear_offline.sources import open_source
-from tests.collect_environments import COUNTER, LIMIT, PUSH, length_of
+from tests.collect_environments import CLOCK, COUNTER, LIMIT, PUSH, length_of
 from tests.image_support import ENVIRONMENT, SIZE, BandEnvironment, register_environment
 from tests.image_support import STEP_LIMIT as FRAMES
 from tests.support import Captured, Patch, one_error, run_python
@@ -90,6 +90,18 @@ def test_the_d4rl_source_reads_it(tmp_path: Path) -> None:
         expected = [length_of(int(s)) <= LIMIT for s in seeds]
         np.testing.assert_array_equal(source.terminated, expected)
         assert any(expected) and not all(expected)
+
+
+def test_numbers_that_float32_merges_are_stored_as_they_are(
+    tmp_path: Path, capfd: Captured
+) -> None:
+    file = collect(CLOCK, tmp_path / "x.hdf5", steps=2 * LIMIT, quiet=True).path
+    assert "observations: stored as float64, because float32" in capfd.readouterr().err
+    seen = np.tile(1.75e9 + np.cumsum([0.0, *[0.1] * (LIMIT - 1)]), 2)
+    with h5py.File(file) as stored:
+        np.testing.assert_allclose(stored["observations"][:, 0], seen, rtol=1e-15)
+        assert stored["next_observations"].dtype == np.float64
+        assert stored["rewards"].dtype == np.float32
 
 
 def test_exact_steps_cut_the_last_episode_without_a_flag(tmp_path: Path) -> None:

@@ -40,12 +40,12 @@ def check_counter_episode(episode: Episode) -> None:
     c, length = episode.columns(), min(length_of(episode.reset_seed), LIMIT)
     assert episode.steps == length
     steps, acted = np.arange(length, dtype=np.float32), c["actions"][:, 0]
-    tag, last = np.full(length, episode.reset_seed, np.float32), steps == length - 1
+    tag, last = np.full(length, float(episode.reset_seed)), steps == length - 1
     terminated = length_of(episode.reset_seed) <= LIMIT
     before = np.concatenate([[0], acted[:-1]])
     np.testing.assert_array_equal(c["observations"], np.stack([tag, steps, before], 1))
     np.testing.assert_array_equal(c["next_observations"], np.stack([tag, steps + 1, acted], 1))
-    np.testing.assert_array_equal(c["rewards"], (np.arange(length) + 1.1).astype(np.float32))
+    np.testing.assert_array_equal(c["rewards"], np.arange(length) + 1.1)
     np.testing.assert_array_equal(c["terminals"], last & terminated)
     np.testing.assert_array_equal(c["timeouts"], last & (not terminated))
 

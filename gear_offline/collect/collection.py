@@ -28,6 +28,7 @@ from gear_offline.core.parts import admit, part_name
 from gear_offline.core.system import usable_cores, versions
 from gear_offline.core.text import Document, count_text, say
 from gear_offline.core.types import Array
+from gear_offline.dataset.schema import is_lost
 from gear_offline.errors import GearError, InputError, given_path
 from gear_offline.evaluation.environments import is_atari, say_version
 from gear_offline.export import Hdf5Writer, new_hdf5
@@ -36,6 +37,7 @@ from gear_offline.progress import Progress
 NOTE = "collected locally; not D4RL data"
 PARALLEL_STEPS = 20_000  # below this many steps, starting processes costs more than it brings
 MAX_PROCESSES = 16  # a training iteration has no more rollouts to share out
+NARROWED = ("observations", "next_observations", "rewards")  # float64 is stored as float32
 LIBRARY_STEPS = 100_000
 
 
@@ -277,14 +279,26 @@ def _record(
     exact: bool,
 ) -> None:
     """Write every maker's episodes; the last one makes up what the others fell short of."""
-    done = 0
+    done, lost = 0, set[str]()
     for maker in makers:
         wanted = steps if maker is makers[-1] else min(steps, done + maker.steps)
         # an earlier maker's last episode may have used this one's share
         for episode in crew.play(maker.plans) if done < steps else ():
             rows = min(steps - done, episode.steps) if exact else episode.steps
+            columns = episode.columns()
+            floats = {
+                n for n in columns if n.split("/")[0] in NARROWED and columns[n].dtype == "f8"
+            }
+            new = {name for name in floats - lost if is_lost(columns[name], np.float32)}
+            if not done:  # the first episode decides
+                wide = new
+            if new:
+                how = "as float64, because float32" if new <= wide else "as float32, which"
+                say(f"{', '.join(sorted(new))}: stored {how} does not tell steps apart")
+            lost |= new
             # where it is cut its last row bears no flag
-            part = {name: column[:rows] for name, column in episode.columns().items()}
+            part = {name: column[:rows] for name, column in columns.items()}
+            part |= {name: part[name].astype(np.float32) for name in floats - wide}
             writer.write(part)
             total = float(part["rewards"].sum(dtype=np.float64))
             maker.recorded.append(_RecordedEpisode(episode.reset_seed, rows, total))

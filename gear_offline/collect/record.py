@@ -108,7 +108,7 @@ class Episode:
         return float(self.rewards.sum())
 
     def columns(self) -> dict[str, Array]:
-        """Return the rows (T, ...) of a file in D4RL's layout, in the dtypes it has there.
+        """Return the rows (T, ...) of a file in D4RL's layout, in the environment's dtypes.
 
         Frames have no ``next_observations``, which would double the file.  ``terminals`` and
         ``timeouts`` are never both true on a row.
@@ -116,14 +116,13 @@ class Episode:
         last = np.arange(self.steps) == self.steps - 1
         seen = dict[str, Array]()
         for name, rows in fields_of(self.observations).items():
-            rows = rows.astype(np.float32) if rows.dtype.kind == "f" else rows
             seen[f"observations/{name.removeprefix('observations/')}".removesuffix("/")] = rows
         following = {f"next_{n}": rows[1:] for n, rows in seen.items() if rows.ndim < 3}
         return {
             **{name: rows[:-1] for name, rows in seen.items()},
             **following,
             "actions": self.actions,
-            "rewards": self.rewards.astype(np.float32),
+            "rewards": self.rewards,
             "terminals": last & self.terminated,
             "timeouts": last & (not self.terminated),
             **{f"infos/{name}": rows for name, rows in self.infos.items()},

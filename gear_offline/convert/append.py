@@ -15,7 +15,7 @@ from gear_offline.core.files import new_part, write_all, writing
 from gear_offline.core.types import Array, BoolArray
 from gear_offline.dataset.growing import INCOMING, MAX_PIECE_BYTES, piece_returns, too_large
 from gear_offline.dataset.manifest import Manifest
-from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, channels_last
+from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, channels_last, is_lost
 from gear_offline.dataset.shard import EPISODE_COLUMNS, digest, encode_header, plan_tensors
 from gear_offline.errors import InputError, given_path
 from gear_offline.sources.arrays import Columns, end_flags, read_episode, read_episodes
@@ -129,7 +129,8 @@ def _rows(episode: Mapping[str, Array], column: ColumnSpec) -> Array:
         values = np.moveaxis(values, 1, -1)  # frames of an environment, as they were converted
     with np.errstate(all="ignore"):
         rows = values.astype(column.dtype, copy=False)
-    is_same = column.dtype.kind not in "biu" or np.array_equal(rows, values)
+    is_same = np.array_equal(rows, values) if column.dtype.kind in "biu" else True
+    is_same &= not is_lost(values, column.dtype)
     if values.shape[1:] != column.shape or not is_same:
         what = f"{values.dtype} of per-step shape {values.shape[1:]} is given"
         raise InputError("COLUMN", what, str(column), "give it as the dataset has it")

@@ -23,6 +23,7 @@ from gear_offline.errors import InputError
 _COLUMN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*(/[A-Za-z0-9_][A-Za-z0-9_.\-]*)*")
 MAX_DIMENSIONS = 8
 MAX_STEP_BYTES = 64 << 20  # one step of one column; larger is a damaged or hostile shape
+COARSE = 1e-4  # between two numbers of a narrower float, where an offset may be too large for it
 MOST_CHANNELS = 16  # of a frame
 # what LeRobot's datasets call the observations that its environments call so
 LEROBOT = {"agent_pos": "state", "pixels": "image"}
@@ -227,3 +228,19 @@ def chosen_episodes(which: npt.ArrayLike, episodes: int) -> Int64Array:
         return chosen.astype(np.int64)
     remedy = f"give numbers from 0 to {episodes - 1}, each once, or {episodes} bools"
     raise InputError("SELECTION", f"not a choice of episodes: {what}", remedy=remedy)
+
+
+def is_lost(rows: Array, dtype: npt.DTypeLike) -> bool:
+    """Tell float rows of an episode (T, ...) that a narrower float `dtype` keeps too coarsely.
+
+    Beside a large offset, 0.0001 or more between two of its numbers, an element of the step has
+    less than a thousand of them for its range in the episode.
+    """
+    dtype = np.dtype(dtype)
+    if not rows.dtype.kind == dtype.kind == "f" or rows.dtype.itemsize <= dtype.itemsize:
+        return False
+    low, high = rows.min(0), rows.max(0)
+    with np.errstate(all="ignore"):
+        gap = np.spacing(np.maximum(abs(low), abs(high)).astype(dtype)).astype(np.float64)
+        is_coarse = (high > low) & (gap >= COARSE) & (1000 * gap > high - low)
+    return bool(is_coarse.any())
