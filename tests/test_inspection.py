@@ -187,6 +187,26 @@ def test_missing_boundaries_are_found(tmp_path: Path) -> None:
     assert (unlike.check, unlike.places) == ("boundary", ((1, 3),))
 
 
+def test_episodes_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places and equal episodes are those of a dataset that is read at once."""
+    rng, lengths = np.random.default_rng(0), [40, 25, 40, 40]
+    parts = [rng.normal(scale=0.1, size=(n, 3)).cumsum(0).astype(np.float32) for n in lengths[:3]]
+    rows = np.concatenate([*parts, parts[2]])
+    rows[50:65] += 50.0  # from step 10 to the end of episode 1
+    made = {"observations": rows, "actions": rows[:, :1], "next_observations": rows.copy()}
+    made["next_observations"][:-1] = rows[1:]
+    made["next_observations"][70] += 1.0
+    made["terminals"] = np.isin(np.arange(len(rows)), np.cumsum(lengths) - 1)
+    go.convert(go.from_arrays(made), tmp_path / "d", quiet=True)
+    whole = go.audit(tmp_path / "d", against=[tmp_path / "d"])
+    monkeypatch.setattr("gear_offline.analysis.audit.PIECE_BYTES", 300)
+    assert go.audit(tmp_path / "d", against=[tmp_path / "d"]) == whole
+    checks = {finding.check: finding for finding in whole.findings}
+    assert checks["repeated"].places == ((2,), (3,)) and checks["shared"].count == 4
+    jumps, unlike = (f for f in whole.findings if f.check == "boundary")
+    assert (jumps.places, unlike.places) == (((1, 10),), ((2, 6),))
+
+
 def test_faults_of_columns(tmp_path: Path) -> None:
     data = walks()
     data["observations"][:, 1] = 7.0

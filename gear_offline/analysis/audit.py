@@ -18,7 +18,7 @@ import xxhash
 from rich.table import Table
 
 from gear_offline.core.text import Document, count_text
-from gear_offline.core.types import Float64Array, Int64Array
+from gear_offline.core.types import Array, Float64Array, Int64Array
 from gear_offline.dataset.dataset import Columns, Dataset, open_dataset
 from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.environments import probe
@@ -26,7 +26,9 @@ from gear_offline.progress import Progress, Terminal
 from gear_offline.sources.plausible import odd_episodes
 
 COMPARED = ("observations", "actions", "rewards")  # what makes two episodes the same
-SAMPLED_EPISODES = 300  # that say how far a step usually goes
+PIECE_BYTES = 16 << 20  # that are read at a time
+SAMPLED_PARTS, SAMPLED_STEPS = 300, 1000  # parts of episodes that say how far a step usually goes
+SAMPLED_BYTES = 64 << 20  # of them, as float64
 FAR = 8.0  # times the mean step, in half of the elements, at least ...
 FARTHER = 3.0  # ... and times the score that one step in a hundred exceeds
 CLIPPED_SHARE = 0.05  # of steps that lie exactly on an element's extreme
@@ -129,17 +131,17 @@ def audit(
             what, remedy = f"{other.path} has {foreign}, {data.path} {own}", "compare like columns"
             raise InputError("COLUMN", what, "against", remedy)
     steps, shared = _Steps(data), list[Finding]()
-    total = sum(map(len, (data, *others)))
-    with Progress(f"audit {data.path.name}", total=total, unit="episodes", quiet=quiet) as progress:
-        for run, rows in data.iter_runs():
-            steps.read(run, rows)
-            progress.advance(len(run))
+    total = sum(each.spec.steps for each in (data, *others))
+    with Progress(f"audit {data.path.name}", total=total, unit="steps", quiet=quiet) as progress:
+        for first, rows in _pieces(data, [column.name for column in data.spec]):
+            progress.advance(steps.read(first, rows))
         for other in others:
-            columns = [name for name in COMPARED if name in other.spec]
-            digests = {d for run in other.iter_runs(columns=columns) for d in _digests(other, *run)}
-            both = [e for e, digest in enumerate(steps.digests) if digest in digests]
+            digests = _Digests(other)
+            for first, rows in _pieces(other, [name for name in COMPARED if name in other.spec]):
+                progress.advance(digests.update(first, rows))
+            alike = {*digests.done}
+            both = [e for e, digest in enumerate(steps.digests.done) if digest in alike]
             shared += _found("shared", both, f"of {len(data):,} are|is in {other.path} too")
-            progress.advance(len(other))
     return Audit(
         path=str(data.path),
         episodes=len(data),
@@ -148,21 +150,67 @@ def audit(
     )
 
 
+def _pieces(data: Dataset, names: Sequence[str]) -> Iterator[tuple[int, Columns]]:
+    """Yield all rows of columns, some at a time, with the number of each first one."""
+    rows = max(1, PIECE_BYTES // max(sum(data.spec[name].step_bytes for name in names), 1))
+    for first in range(0, data.spec.steps, rows):
+        stop = min(first + rows, data.spec.steps)
+        yield first, {name: data.read(name, first, stop) for name in names}
+
+
+class _Digests:
+    """Digests of episodes, xxh3-128 of the compared columns; equal episodes share one.
+
+    Floats are compared as float32: of D4RL's sets there are copies of either precision.
+    """
+
+    def __init__(self, data: Dataset) -> None:
+        self._offsets, self.done = data.episodes.offsets, list[bytes]()
+        self._hashes = [xxhash.xxh3_128() for name in COMPARED if name in data.spec]
+
+    def update(self, first: int, columns: Columns) -> int:
+        """Add rows from `first` on; return how many."""
+        parts = [columns[name] for name in COMPARED if name in columns]
+        parts = [part.astype(np.float32) if part.dtype.kind == "f" else part for part in parts]
+        stop = first + len(next(iter(columns.values())))
+        bounds = self._offsets[self._offsets.searchsorted(first, "right") :]
+        ends = bounds[: bounds.searchsorted(stop, "right")].tolist()
+        for begin, end in pairwise([first, *ends, *[stop] * (not ends or ends[-1] < stop)]):
+            for state, part in zip(self._hashes, parts, strict=True):
+                state.update(np.ascontiguousarray(part[begin - first : end - first]).data.cast("B"))
+            if end == self._offsets[len(self.done) + 1]:
+                self.done.append(b"".join(state.digest() for state in self._hashes))
+                for state in self._hashes:
+                    state.reset()
+        return stop - first
+
+
+class _Places:
+    """A number of steps, and the first of them."""
+
+    def __init__(self) -> None:
+        self.count, self.first = 0, list[tuple[int, int]]()
+
+    def add(self, episodes: Int64Array, steps: Int64Array) -> None:
+        """Add steps, with their episodes; first ones start episodes, and do not count."""
+        inside = steps > 0
+        self.count += int(inside.sum())
+        pairs = zip(episodes[inside][:EXAMPLES], steps[inside][:EXAMPLES], strict=True)
+        self.first += [(int(e), int(t)) for e, t in pairs][: EXAMPLES - len(self.first)]
+
+
 class _Steps:
     """Checks of steps and episodes, which are read in order."""
 
     def __init__(self, data: Dataset) -> None:
-        self._data = data
-        self.digests: list[bytes] = []
+        self._data, self._before = data, dict[str, Any]()  # the last row that was read
+        self.digests = _Digests(data)
         self._clipped: Any = 0  # (A,) steps on an action's extreme
         self._outliers = defaultdict[str, dict[int, tuple[int, int]]](dict)  # by element, the first
-        self._jumps: list[tuple[int, int]] = []
-        self._unlike: list[tuple[int, int]] = []
+        self._jumps, self._unlike = _Places(), _Places()
         self._usual, self._limit = np.zeros(0), np.inf  # (S,) mean size of a step
         if "observations" in data.spec and data.spec["observations"].dtype.kind == "f":
-            chosen = np.linspace(0, len(data) - 1, min(len(data), SAMPLED_EPISODES)).astype(int)
-            sample = data.iter_episodes(np.unique(chosen), columns=["observations"])
-            moves = np.concatenate([_moves(episode) for episode in sample])
+            moves = np.concatenate([_moves(rows) for rows in _sample(data)])
             self._usual = moves.mean(0) if len(moves) else self._usual
             if (self._usual > 0).any():
                 self._limit = max(FAR, FARTHER * float(np.quantile(self._scores(moves), 0.99)))
@@ -173,21 +221,25 @@ class _Steps:
         scores: Float64Array = np.median(moves[:, is_moving] / self._usual[is_moving], axis=1)
         return scores
 
-    def read(self, run: Int64Array, columns: Columns) -> None:
-        """Look at the rows of episodes that follow each other, whose numbers `run` has."""
-        offsets = self._data.episodes.offsets[run[0] : run[-1] + 2]
-        numbers = np.repeat(run, np.diff(offsets))  # of each row
-        steps = np.arange(offsets[0], offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
-        self.digests += _digests(self._data, run, columns)
+    def read(self, first: int, columns: Columns) -> int:
+        """Look at the rows from `first` on; return how many."""
+        count, offsets = self.digests.update(first, columns), self._data.episodes.offsets
+        rows = np.arange(first, first + count)
+        numbers = offsets.searchsorted(rows, "right") - 1
+        steps = rows - offsets[numbers]
+        names = [n for n in ("observations", "next_observations") if n in columns]
+        lead = len(self._before.get("observations", ()))  # the row before the first one, or none
+        seen = {n: np.concatenate([self._before.get(n, columns[n][:0]), columns[n]]) for n in names}
+        self._before = {name: columns[name][-1:] for name in names}
         if np.isfinite(self._limit):
-            far = np.flatnonzero(self._scores(_moves(columns)) > self._limit) + 1
-            self._jumps += [(int(numbers[row]), int(steps[row])) for row in far if steps[row]]
-        if "observations" in columns and "next_observations" in columns:
-            shown, reached = columns["observations"][1:], columns["next_observations"][:-1]
+            far = np.flatnonzero(self._scores(_moves(seen["observations"])) > self._limit)
+            self._jumps.add(numbers[far + 1 - lead], steps[far + 1 - lead])
+        if len(names) == 2:
+            shown, reached = seen["observations"][1:], seen["next_observations"][:-1]
             if shown.shape == reached.shape:
                 other = (shown != reached) & ((shown == shown) | (reached == reached))
-                unlike = np.flatnonzero(other.reshape(len(other), -1).any(1)) + 1
-                self._unlike += [(int(numbers[r]), int(steps[r])) for r in unlike if steps[r]]
+                unlike = np.flatnonzero(other.reshape(len(other), -1).any(1))
+                self._unlike.add(numbers[unlike + 1 - lead], steps[unlike + 1 - lead])
         for name in (column.name for column in self._data.spec if column.dtype.kind == "f"):
             facts, rows = self._data.statistics[name], columns[name].reshape(len(columns[name]), -1)
             mean, std = facts.mean.reshape(-1), facts.std.reshape(-1)
@@ -198,14 +250,16 @@ class _Steps:
             for element in np.flatnonzero(far.any(0)).tolist():
                 row = far[:, element].argmax()
                 self._outliers[name].setdefault(element, (int(numbers[row]), int(steps[row])))
+        return count
 
     def findings(self) -> Iterator[Finding]:
         what = (
             "inside episodes go|goes farther than the data's own steps: an episode boundary may be "
         )
-        yield from _found("boundary", self._jumps, what + "missing before")
+        jumps, unlike = self._jumps, self._unlike
+        yield from _found("boundary", jumps.first, what + "missing before", count=jumps.count)
         what = "show|shows another observation than next_observations of the step before"
-        yield from _found("boundary", self._unlike, what)
+        yield from _found("boundary", unlike.first, what, count=unlike.count)
         shares = np.atleast_1d(self._clipped) / self._data.spec.steps
         what = f"of actions lie|lies on an extreme in up to {shares.max():.0%} of the steps"
         yield from _found("clipped", np.flatnonzero(shares > CLIPPED_SHARE), what)
@@ -214,8 +268,8 @@ class _Steps:
                 f"of {name} reach|reaches more than {OUTLIER:g} standard deviations from the mean"
             )
             yield from _found("outlier", first.values(), what)
-        times = Counter(self.digests)
-        several = [e for e, digest in enumerate(self.digests) if times[digest] > 1]
+        times = Counter(self.digests.done)
+        several = [e for e, digest in enumerate(self.digests.done) if times[digest] > 1]
         yield from _found("repeated", several, "are|is in the dataset more than once")
 
 
@@ -279,10 +333,25 @@ def _found(
         yield Finding(check=check, what=what, remedy=remedy, count=count, places=first)
 
 
-def _moves(columns: Columns) -> Float64Array:
+def _moves(observations: Array) -> Float64Array:
     """Return (T - 1, S): how far each element goes in a step; steps with NaN go nowhere."""
-    rows = columns["observations"].astype(np.float64)
+    rows = observations.astype(np.float64)
     return np.nan_to_num(np.abs(np.diff(rows.reshape(len(rows), -1), axis=0)), posinf=0.0)
+
+
+def _sample(data: Dataset) -> Iterator[Array]:
+    """Yield the observations of some episodes, or of parts of long ones, spread over the data."""
+    step_bytes = 8 * int(np.prod(data.spec["observations"].shape, dtype=np.int64))
+    most = int(np.clip(SAMPLED_BYTES // (SAMPLED_STEPS * max(step_bytes, 1)), 10, SAMPLED_PARTS))
+    offsets = data.episodes.offsets
+    ends = np.cumsum(-(-data.episodes.lengths // SAMPLED_STEPS))  # parts of an episode and before
+    for part in np.unique(np.linspace(0, ends[-1] - 1, min(int(ends[-1]), most)).astype(int)):
+        number = int(ends.searchsorted(part, "right"))
+        first = int(offsets[number]) + SAMPLED_STEPS * int(
+            part - (ends[number - 1] if number else 0)
+        )
+        stop = min(first + SAMPLED_STEPS, int(offsets[number + 1]))
+        yield data.read("observations", first, stop)
 
 
 def _compared(data: Dataset) -> str:
@@ -290,15 +359,3 @@ def _compared(data: Dataset) -> str:
     kept = [data.spec[name] for name in COMPARED if name in data.spec]
     kinds = [(c.name, "float" if c.dtype.kind == "f" else c.dtype, c.shape) for c in kept]
     return ", ".join(f"{name} {kind}{list(shape)}" for name, kind, shape in kinds)
-
-
-def _digests(data: Dataset, run: Int64Array, columns: Columns) -> list[bytes]:
-    """Hash the compared columns of each episode with xxh3-128; equal episodes share a digest.
-
-    Floats are compared as float32: of D4RL's sets there are copies of either precision.
-    """
-    offsets = data.episodes.offsets[run[0] : run[-1] + 2] - data.episodes.offsets[run[0]]
-    parts = [columns[name] for name in COMPARED if name in columns]
-    parts = [part.astype(np.float32) if part.dtype.kind == "f" else part for part in parts]
-    contents = ([part[a:b].tobytes() for part in parts] for a, b in pairwise(offsets.tolist()))
-    return [xxhash.xxh3_128_digest(b"".join(content)) for content in contents]

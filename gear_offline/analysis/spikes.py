@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-
-import numpy as np
+from math import inf
+from statistics import median
 
 from gear_offline.runs.run import Run, open_run
 from gear_offline.training.json_lines import read_records
@@ -47,8 +47,10 @@ def find_spikes(run: Run | str | os.PathLike[str]) -> list[Spike]:
     spikes: list[Spike] = []
     ordinary = deque[float](maxlen=BEFORE)
     for first, last, loss in logged_losses(run if isinstance(run, Run) else open_run(run)):
-        usual = float(np.median(ordinary)) if len(ordinary) >= LEAST else np.inf
-        spread = float(np.median(np.abs(np.array(ordinary) - usual))) if ordinary else 0.0
+        usual, spread = inf, 0.0
+        if len(ordinary) >= LEAST:
+            usual = median(ordinary)
+            spread = median(abs(each - usual) for each in ordinary)
         if not loss > usual + MADS * max(spread, FLAT * abs(usual)):
             ordinary.append(loss)
         elif spikes and spikes[-1].last + 1 == first:
@@ -58,9 +60,7 @@ def find_spikes(run: Run | str | os.PathLike[str]) -> list[Spike]:
     return sorted(spikes, key=lambda spike: spike.usual - spike.loss)
 
 
-def logged_losses(
-    run: Run, first: int = 0, last: float = np.inf
-) -> Iterator[tuple[int, int, float]]:
+def logged_losses(run: Run, first: int = 0, last: float = inf) -> Iterator[tuple[int, int, float]]:
     """Yield first and last batch, and the loss, of each record with batches from `first` on."""
     records, batch_of = read_records(run.path / "metrics.jsonl"), run.recipe.train.batch_of
     for before, now in pairwise(chain([{"step": 0}], records)):
