@@ -27,7 +27,7 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.training.json_lines import read_records
 from tests.ranks_support import fork_ranks
-from tests.support import ArraySource, Captured, Patch, hopper_columns
+from tests.support import ArraySource, Captured, Patch, hopper_columns, one_error
 from tests.test_resume import interrupted_in
 from tests.training_support import ENVIRONMENT, STEP_LIMIT, learnt, played_data, tiny_recipe
 
@@ -72,6 +72,13 @@ class Actor(go.Callback):
 
     def on_log(self, run: go.Run, step: int, values: Mapping[str, float]) -> None:
         self.appender.append(episodes([5 + step], step))
+
+
+def test_numbers_that_the_dataset_s_dtype_merges_are_refused(path: Path) -> None:
+    episode = episodes([6], 1)[0]
+    episode["observations"] = episode["observations"].astype(np.float64) / 100 + 1.75e9
+    with one_error("COLUMN", "float64 .* is given"):
+        go.Appender(path).append([episode])
 
 
 def test_a_grown_dataset_is_the_one_of_all_its_episodes(path: Path, tmp_path: Path) -> None:

@@ -16,9 +16,11 @@ import os
 import re
 import secrets
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -92,7 +94,7 @@ class GrowingDataset(Closing):
         self._quiet, self._passed_over = quiet, set[str]()
         self._log = self._hold() if admits else -1
         try:
-            self._lines, self._seal = read_admissions(self._path)
+            self._lines, self._seal, self._end = read_admissions(self._path)
             self._admitted = {line.piece for line in self._lines}
             if admits:  # remove half a line, and what killed actors left
                 with writing(self._path):
@@ -122,12 +124,13 @@ class GrowingDataset(Closing):
 
     def go_to(self, step: int) -> Dataset:
         """Return the dataset as it was before anything was admitted at `step` or later."""
-        return self.follow(sum(line.step < step for line in self._lines))
+        return self.follow(bisect_left(self._lines, step, key=attrgetter("step")))
 
     def follow(self, admissions: int) -> Dataset:
         """Return the dataset with so many admissions, which another process may have written."""
         if len(self._lines) < admissions:
-            self._lines, self._seal = read_admissions(self._path)
+            new, self._seal, self._end = read_admissions(self._path, self._end, self._seal)
+            self._lines += new
         if len(self._lines) < admissions:
             what = f"{len(self._lines):,} pieces are admitted, the run had {admissions:,}"
             remedy = "bring the dataset back as it was, or train into another directory"
@@ -154,7 +157,7 @@ class GrowingDataset(Closing):
         something is `missing` ("3 episodes (why)"), it waits for more, for `timeout` seconds
         (``WORKER_LOST``) or until `is_stopped`.  On a full disk it neither admits nor waits.
         """
-        self.follow(sum(line.step <= step for line in self._lines))
+        self.follow(bisect_right(self._lines, step, key=attrgetter("step")))
         if self._log < 0 or self.admissions < len(self._lines):
             return self.dataset
         deadline, waits, first = time.monotonic() + timeout, False, len(self.dataset)
@@ -210,6 +213,8 @@ class GrowingDataset(Closing):
             behind += len(piece)
             if len(lines) == most:
                 break
+        if not lines:
+            return 0
         try:
             self._check_whole(grow_dataset(self.dataset, lines))
         except InputError as error:
@@ -217,9 +222,8 @@ class GrowingDataset(Closing):
                 return len(lines)
             self._put_aside(self._path / INCOMING / lines[0].piece, error)
             return 0
-        if lines:
-            self._write(lines)
-            self.follow(len(self._lines))
+        self._write(lines)
+        self.follow(len(self._lines))
         return 0
 
     def _fitting(self, path: Path, number: int) -> Dataset | None:
@@ -262,7 +266,8 @@ class GrowingDataset(Closing):
         except OSError:
             os.ftruncate(self._log, before)
             raise
-        self._lines, self._seal = [*self._lines, *lines], seal
+        self._lines += lines
+        self._seal, self._end = seal, self._end + len(encoded)
         for line in lines:
             self._admitted.add(line.piece)
             with suppress(OSError):  # the next look says why

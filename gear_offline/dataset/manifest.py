@@ -312,19 +312,23 @@ def encode_admissions(admissions: Iterable[Admission], before: bytes) -> tuple[b
     return b"".join(lines), before
 
 
-def read_admissions(path: Path) -> tuple[list[Admission], bytes]:
-    """Return the admissions of the dataset at `path`, and the digest of the last one.
+def read_admissions(
+    path: Path, start: int = 0, before: bytes = b""
+) -> tuple[list[Admission], bytes, int]:
+    """Return the admissions of the dataset at `path`, the digest of the last one, and their bytes.
 
-    A line without an end is being written, or was when its writer was killed: it does not count.
+    They are those behind `start` bytes, the last of which has the digest `before`.  A line without
+    an end is being written, or was when its writer was killed: it does not count.
     """
-    where, admissions, before = path / ADMISSIONS_NAME, list[Admission](), b""
+    where, admissions = path / ADMISSIONS_NAME, list[Admission]()
     try:
         content = read_regular(where, most=MAX_ADMISSIONS_BYTES)
     except FileNotFoundError:
-        return [], before
+        return [], before, start
     except (OSError, ValueError) as error:
         raise damaged(f"cannot be read: {error}", where) from error
-    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
+    done = content.count(b"\n", 0, start)
+    for number, line in enumerate(content[start:].split(b"\n")[:-1], start=done + 1):
         body, _, seal = line.rpartition(b', "digest": ')
         before = digest(before + body).encode("ascii")
         try:
@@ -333,7 +337,7 @@ def read_admissions(path: Path) -> tuple[list[Admission], bytes]:
             admissions.append(Admission.model_validate_json(body + b"}"))
         except ValueError as error:  # pydantic's, too
             raise damaged(f"line {number}: {str(error)[:200]}", where) from error
-    return admissions, before
+    return admissions, before, max(start, content.rfind(b"\n") + 1)
 
 
 def shard_name(index: int) -> str:
