@@ -2,7 +2,8 @@
 
 A size is made ten times larger.  Operations are calls of functions, Python's and C's, as cProfile
 counts them; they do not depend on the machine.  Seconds are those of a call that is not profiled.
-An exponent of 1 is work in proportion to the size, of 0 work that does not depend on it.
+An exponent of 1 is work in proportion to the size, of 0 work that does not depend on it.  Bytes are
+those that Python and NumPy hold at most at once, for each one more of what grows.
 """
 
 from __future__ import annotations
@@ -11,16 +12,21 @@ import cProfile
 import json
 import math
 import pstats
+import shutil
 import tempfile
+import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 
 import gear_offline as go
 from benchmarks.common import Call, timed
+from gear_offline.dataset.growing import GrowingDataset
+from gear_offline.dataset.scores import dataset_of_file
 from gear_offline.training.json_lines import last_record
 
 TIMES = 10  # larger
@@ -50,6 +56,68 @@ def audit(path: Path, episodes: int) -> Call:
     return partial(go.audit, dataset(path / "d", episodes=episodes), quiet=True)
 
 
+def audit_of_steps(path: Path, steps: int) -> Call:
+    rows = np.random.default_rng(0).normal(size=(steps, 17)).astype(np.float32)
+    table = {"observations": rows, "actions": rows[:, :6], "rewards": rows[:, 6]}
+    go.convert(go.from_arrays(table, rule="none"), path / "d", quiet=True)
+    return partial(go.audit, go.open_dataset(path / "d", verify=False), quiet=True)
+
+
+def folder_of_files(path: Path, files: int) -> Call:
+    with h5py.File(path / "0.hdf5", "w") as file:
+        for name, shape in (("observations", (10, 4)), ("actions", (10, 1)), ("rewards", (10,))):
+            file[name] = np.ones(shape, np.float32)
+        file["terminals"] = np.arange(10) == 9
+    (path / "files").mkdir()
+    for number in range(files):
+        shutil.copyfile(path / "0.hdf5", path / "files" / f"{number}.hdf5")
+    numbers = iter(range(99))
+    return lambda: go.convert(path / "files", path / f"out-{next(numbers)}", quiet=True)
+
+
+def scores(path: Path, names: int) -> Call:
+    return lambda: [dataset_of_file(f"part-{number}.hdf5") for number in range(names)]
+
+
+def episodes_in_memory(path: Path, episodes: int) -> Call:
+    rows = np.zeros((10, 4), np.float32)
+    episode = {"observations": rows, "actions": rows[:, :1], "rewards": rows[:, 1], "done": True}
+    return partial(go.from_episodes, [episode] * episodes)
+
+
+def look_for_new(path: Path, pieces: int) -> Call:
+    data = dataset(path / "d")
+    appender = go.Appender(data.path)
+    for _ in range(pieces):
+        appender.append([data.episode(0)])
+    growing = GrowingDataset(data.path, quiet=True)
+    growing.admit(1)
+    return partial(growing.admit, 2)
+
+
+def spikes(path: Path, records: int) -> Call:
+    rng = np.random.default_rng(0)
+    lines = (json.dumps({"step": n + 1, "loss": x}) for n, x in enumerate(rng.random(records)))
+    (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (path / "recipe.yaml").write_text(go.load_recipe("smoke").to_yaml())
+    return partial(go.find_spikes, path)
+
+
+def export(path: Path, columns: int) -> Call:
+    source, numbers = dataset(path / "d", columns=columns), iter(range(99))
+    return lambda: go.export_hdf5(source, path / f"{next(numbers)}.hdf5", quiet=True)
+
+
+def disk_index(path: Path, episodes: int) -> Call:
+    data = dataset(path / "d", episodes=episodes)
+    options = {"batch_size": 4, "context_length": 2, "device": "cpu", "placement": "disk"}
+
+    def call() -> None:
+        go.GearLoader(data, **options, host_budget=64 << 20).close()
+
+    return call
+
+
 def episode_of_columns(path: Path, columns: int) -> Call:
     return partial(dataset(path / "d", columns=columns).episode, 3)
 
@@ -73,6 +141,14 @@ def last_step(path: Path, records: int) -> Call:
 SIZES: dict[str, tuple[Make, str, int, int]] = {  # what grows, from where, `quick`: from where
     "convert": (convert, "episodes", 10_000, 100),
     "audit": (audit, "episodes", 10_000, 300),
+    "audit, one episode": (audit_of_steps, "steps", 100_000, 3_000),
+    "convert, a folder of HDF5": (folder_of_files, "files", 100, 10),
+    "scores by name": (scores, "names", 10_000, 100),
+    "episodes in memory": (episodes_in_memory, "episodes", 1_000, 100),
+    "a look for new data": (look_for_new, "pieces", 100, 5),
+    "spikes": (spikes, "records", 10_000, 300),
+    "export": (export, "columns", 30, 5),
+    "a loader of rows on disk": (disk_index, "episodes", 10_000, 100),
     "a batch": (batch, "episodes", 10_000, 100),
     "episode(i), many columns": (episode_of_columns, "columns", 100, 20),
     "episode(i), many shards": (episode_of_shards, "shards", 100, 10),
@@ -92,17 +168,23 @@ def run(*, quick: bool = False) -> dict[str, Any]:
             "milliseconds": f"{before[1] * 1e3:.3g} to {after[1] * 1e3:.3g}",
             "exponent_of_operations": math.log(after[0] / before[0], TIMES),
             "exponent_of_seconds": math.log(after[1] / before[1], TIMES),
+            "bytes_each": round((after[2] - before[2]) / (size * (TIMES - 1))),
         }
         rows.append(row)
     return {"results": rows}
 
 
-def _measured(make: Make, size: int) -> tuple[int, float]:
-    """Return the operations and the seconds of a call for data of a size."""
+def _measured(make: Make, size: int) -> tuple[int, float, int]:
+    """Return the operations, the seconds and the most bytes of a call for data of a size."""
     with tempfile.TemporaryDirectory(prefix="gear-benchmark-") as folder:
         call = make(Path(folder), size)
         call()  # imports, caches
         seconds = min(timed(call) for _ in range(3))
         profile = cProfile.Profile()
         profile.runcall(call)
-        return int(pstats.Stats(profile).total_calls), seconds  # type: ignore[attr-defined]
+        tracemalloc.start()
+        call()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        calls: Any = pstats.Stats(profile)
+        return int(calls.total_calls), seconds, peak

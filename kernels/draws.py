@@ -172,11 +172,12 @@ class GuidedSearch:
         inside = np.uint64((1 << self.shift) - 1)
         first = (table >> np.uint64(self.shift)) + ((table & inside) > 0)
         counts = np.bincount(first.astype(np.int64), minlength=(1 << wide) + 1)
-        self.guide: Int64Array = np.minimum(np.cumsum(counts), last)
+        np.minimum(np.cumsum(counts, out=counts), last, out=counts)
+        self.guide = counts.astype(np.int32 if last < 1 << 31 else np.int64)  # it is most of all
 
     def find(self, values: UInt64Array) -> Int64Array:
         ranges = (values >> np.uint64(self.shift)).astype(np.int64)
-        places: Int64Array = self.guide[ranges]
+        places = self.guide[ranges].astype(np.int64)
         unsure = places != self.guide[ranges + 1]
         searched = np.searchsorted(self.table, values[unsure], side="right")
         places[unsure] = np.minimum(searched, self.last)

@@ -203,7 +203,10 @@ class GpuGather:
         row, steps, keep = np.zeros((), JOB["sampling"]), int(draw.offsets[-1]), self._arrays.keep
         row["way"], row["size"] = draw.way, steps
         row["bits"] = max((steps - 1).bit_length(), 2)
-        row["table"], row["guide"] = keep(draw.search.table), keep(draw.search.guide)
+        row["table"], row["guide"] = (
+            keep(draw.search.table),
+            keep(draw.search.guide.astype(np.int64)),
+        )
         row["shift"], row["offsets"] = draw.search.shift, keep(draw.offsets)
         if draw.tree is not None:
             row["tree"] = draw.tree(self.device).tree

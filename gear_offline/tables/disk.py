@@ -40,7 +40,7 @@ OUTPUT_BLOCKS = 4  # the one handed out, the next, and two that may be in use
 PIECE = 4096  # windows drawn in one go, which takes some hundred bytes each in passing
 TAKEN_SHARE, MOST_TAKEN = 16, 16384  # of the slots, and windows, that are handed out at a time
 INDEX_BYTES = 64  # an episode: offset, length, return, ends, address, and two of a sampler
-GUIDE_BYTES = 128  # an episode, at most: of a sampler, which has at most 2^GUIDE_BITS entries
+GUIDE_BYTES = 64  # an episode, at most: of a sampler, which has at most 2^GUIDE_BITS entries
 CONVERSION_FACTOR = 8  # bytes in passing for each byte of float32 that is cast or normalised
 
 
@@ -75,7 +75,7 @@ def share_out(
     )
     guide = min(int(dataset.episodes.lengths.max()) + 2 * options.context_length, 1 << 21)
     episodes = dataset.episodes.episodes
-    fixed_bytes = INDEX_BYTES * episodes + min(GUIDE_BYTES * episodes, 8 << GUIDE_BITS) + 8 * guide
+    fixed_bytes = INDEX_BYTES * episodes + min(GUIDE_BYTES * episodes, 4 << GUIDE_BITS) + 8 * guide
     slot_bytes = rows * sum(row_bytes) + REFERENCE_BYTES + 8
     kept = [(steps + 2 * rows) * nbytes for nbytes in row_bytes]
     in_no_file = [None in plan.fields for plan in plans]
