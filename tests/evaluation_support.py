@@ -1,10 +1,12 @@
 """Environments and policies that tests of playing and of evaluation share."""
 
+import random
 from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from gear_offline.evaluation.rollout import (
     ActingPolicy,
@@ -113,7 +115,27 @@ class Given(gymnasium.Env[Any, Any]):
         self.give("close", None)
 
 
-for made in (Counted, Endless, Broken, Blind, Fragile, Square):
+class Drawing(Counted):
+    """Draws from everything that a process has."""
+
+    observation_space = gymnasium.spaces.Box(-1.0, 1.0, (2,), np.float64)
+
+    def __init__(self) -> None:
+        self.place = np.random.uniform() + random.random()
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        gymnasium.Env.reset(self, seed=seed)
+        self.left = 5 + random.randrange(9)
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        paid = self.place + random.gauss(0, 1) + np.random.uniform() + torch.randn(1).item()
+        paid += self.action_space.sample().sum() + self.np_random.normal()
+        self.left -= 1
+        return self.observation_space.sample(), paid + action[0], self.left == 0, False, {}
+
+
+for made in (Counted, Endless, Broken, Blind, Fragile, Square, Drawing):
     entry = f"tests.evaluation_support:{made.__name__}"
     gymnasium.register(id=f"GearTest/{made.__name__}-v0", entry_point=entry)
 gymnasium.register("GearTest/Given-v0", f"{__name__}:Given", max_episode_steps=3)

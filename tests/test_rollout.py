@@ -1,9 +1,12 @@
 """The fixed list of episodes: each is played once, as a plain loop would, in any processes."""
 
+import copy
+import random
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -11,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from gear_offline.collect.collection import collect
 from gear_offline.errors import GearError
-from gear_offline.evaluation import rollout
+from gear_offline.evaluation import environments
 from gear_offline.evaluation.environments import probe
+from gear_offline.evaluation.play import EvaluationTask, evaluate_tasks
 from gear_offline.evaluation.rollout import ActingPolicy, Environments, Episodes
 from gear_offline.kernels.cuda_module import capturing
 from gear_offline.models.decision_transformer import build_model
@@ -120,11 +125,86 @@ def test_actions_are_given_in_the_environments_own_shape() -> None:
     assert flat.returns.tolist() == [2.5], "2.0 was clipped to 1.0"
 
 
-def test_episodes_without_a_limit_are_cut_and_not_called_terminated(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(rollout, "FALLBACK_MAX_STEPS", 7)
-    played = play(Constant(np.zeros(3)), "GearTest/Endless-v0", [0, 1], environments=2)
-    assert played.lengths.tolist() == [7, 7]
-    assert not played.terminated.any()
+def test_an_episode_that_does_not_end_is_refused(monkeypatch: Patch) -> None:
+    """As `collect` does: a return of steps that we chose is nobody's."""
+    monkeypatch.setattr(environments, "MOST_STEPS", 7)
+    assert play(Constant(np.zeros(3)), "GearTest/Counted-v0", [6]).lengths.tolist() == [7]
+    with one_error("ENVIRONMENT", "has not ended within 7 steps") as caught:
+        play(Constant(np.zeros(3)), "GearTest/Endless-v0", [0, 1], environments=2)
+    assert "environment_options={max_episode_steps: 20000}" in caught.value.remedy
+    for steps, lengths in ((9, [9]), (-1, None)):  # Gymnasium's -1: no limit
+        with Environments("GearTest/Endless-v0", 1, options={"max_episode_steps": steps}) as made:
+            if lengths:
+                played = play_episodes(Constant(np.zeros(3)), made, seeds=[0], targets=[0.0])
+                assert played.lengths.tolist() == lengths and not played.terminated.any()
+            else:
+                with one_error("ENVIRONMENT", "within 7 steps"):
+                    play_episodes(Constant(np.zeros(3)), made, seeds=[0], targets=[0.0])
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def drawn() -> list[float]:
+    return [random.random(), np.random.normal(), torch.rand(1).item()]
+
+
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.parametrize(
+    ("environments", "processes"), [(1, 1), (4, 1), (4, 2)], ids=["alone", "four", "two processes"]
+)
+def test_all_that_an_environment_draws_has_the_seed_of_its_episode(
+    environments: int, processes: int, tmp_path: Path
+) -> None:
+    """The oracle: a loop that seeds all generators and spaces by hand."""
+    seeds, returns, lengths = [5, 6, 7, 5], [], []
+    seed_all(0)
+    raw: Any = gymnasium.make("GearTest/Drawing-v0", disable_env_checker=True).unwrapped
+    raw.action_space, raw.observation_space = map(
+        copy.deepcopy, (raw.action_space, raw.observation_space)
+    )
+    for seed in seeds:
+        seed_all(seed)
+        for space in (raw.action_space, raw.observation_space):
+            space.seed(seed)
+        raw.reset(seed=seed)
+        total, over, steps = 0.0, False, 0
+        while not over:
+            _, reward, over, _, _ = raw.step(np.zeros(3))
+            total, steps = total + reward, steps + 1
+        returns.append(total)
+        lengths.append(steps)
+    seed_all(1)
+    before = [*drawn(), *drawn()]
+    seed_all(1)
+    assert drawn() == before[:3]
+    how = {"environments": environments, "processes": processes}
+    played = play(Constant(np.zeros(3)), "GearTest/Drawing-v0", seeds, **how)
+    files = [tmp_path / f"{n}.hdf5" for n in (1, 2)]
+    for file in files:
+        collect("GearTest/Drawing-v0", file, steps=40, processes=processes, quiet=True)
+    assert drawn() == before[3:], "the caller's are as they were"
+    assert played.lengths.tolist() == lengths
+    np.testing.assert_allclose(played.returns, returns, rtol=1e-12)
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_policy_that_draws_has_the_seed_of_the_evaluation() -> None:
+    class Drawn(Constant):
+        def act(self, observations: Any, indices: Any = None) -> Any:
+            return np.full((len(observations), 3), sum(drawn()) / 9)
+
+    def returns(seed: int) -> Any:
+        task = EvaluationTask(environment="GearTest/Drawing-v0", targets=(1.0,), seed=seed)
+        report = evaluate_tasks(lambda _: Drawn(np.zeros(3)), [task])
+        return report.targets[0].returns
+
+    first = returns(3)
+    seed_all(9)
+    assert returns(3) == first != returns(4)
 
 
 def test_whose_fault_it_is_that_something_is_not_a_number() -> None:
@@ -137,9 +217,9 @@ def test_whose_fault_it_is_that_something_is_not_a_number() -> None:
 
 
 def test_what_goes_wrong_in_a_worker_is_raised_here() -> None:
-    policy = Constant(np.zeros(3))
-    with pytest.raises(GearError, match="raised AssertionError: every episode"):
-        play(policy, "GearTest/Counted-v0", [-1, -1], environments=2, processes=2)
+    policy = Constant(np.ones(3))
+    with pytest.raises(GearError, match="raised RuntimeError: broken"):
+        play(policy, "GearTest/Fragile-v0", [1, 2], environments=2, processes=2)
 
 
 @pytest.mark.parametrize("graph", [True, False])

@@ -18,11 +18,11 @@ from typing import Protocol
 
 import numpy as np
 
+from gear_offline.core.draws import Draws
 from gear_offline.core.files import Closing
 from gear_offline.core.types import Array, Float64Array
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import (
-    FALLBACK_MAX_STEPS,
     Environment,
     EnvironmentFacts,
     Known,
@@ -141,16 +141,17 @@ class Player(Closing):
             raise InputError("ENVIRONMENT", what, facts.environment_id, remedy)
 
     def play(self, plan: EpisodePlan) -> Episode:
+        """Play an episode; what its policy draws from the global generators is seeded, too."""
+        with Draws(plan.reset_seed):
+            return self._play(plan)
+
+    def _play(self, plan: EpisodePlan) -> Episode:
         facts, generator = self.facts, stream(*plan.noise_path)
         seen = [self._environment.reset(seed=plan.reset_seed)[0]]
         actions, rewards = list[Array](), list[float]()
         infos: dict[str, list[Array]] = {} if self._data is None else {"qpos": [], "qvel": []}
         terminated = truncated = False
         while not (terminated or truncated):
-            if not facts.step_limit and len(actions) == FALLBACK_MAX_STEPS:
-                what = f"an episode has not ended within {FALLBACK_MAX_STEPS:,} steps"
-                remedy = "end it in step(), or wrap or register it with max_episode_steps"
-                raise InputError("ENVIRONMENT", what, facts.environment_id, remedy)
             chosen = finite_actions(plan.policy.act(seen[-1], generator))
             # What is stored is what was applied: the environment gets the value after the cast.
             actions.append(noisy(facts, chosen, plan.action_noise, generator))

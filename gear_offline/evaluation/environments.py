@@ -17,17 +17,19 @@ wrappers: single 84 x 84 grey frames.  Loader and policy stack them.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import chdir, contextmanager
+from contextlib import chdir, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import reduce
 from importlib import import_module
+from inspect import getattr_static
 from operator import getitem
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +40,7 @@ import psutil
 from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
 
 from gear_offline.config.environment_options import beyond_bounds, options_name
+from gear_offline.core.draws import Draws
 from gear_offline.core.files import Closing
 from gear_offline.core.parts import (
     Kind,
@@ -55,7 +58,8 @@ from gear_offline.core.text import first_line, say
 from gear_offline.core.types import Array
 from gear_offline.errors import GearError, InputError, UnavailableError
 
-FALLBACK_MAX_STEPS = 10_000  # of an episode where no time limit is registered
+MOST_STEPS = 10_000  # of an episode where no time limit is registered
+SEEDED = ("gymnasium.", "ale_py.", "gear_offline.")  # packages that draw from `np_random` alone
 FRAME_SKIP = 4  # emulator frames a step; the last two are merged by their maximum
 SCREEN_SIZE = 84
 FRAMES_PER_EPISODE = 108_000  # half an hour of play, ALE's own limit
@@ -165,6 +169,10 @@ class Environment(Closing):
     ) -> None:
         self.raw, self._id, self._is_open = raw, environment_id, True
         self.facts = guarded(environment_id, "its spaces", describe, raw, environment_id, columns)
+        modules = [type(layer).__module__ for layer in layers(raw)]
+        is_seeded = all(module.startswith(SEEDED) for module in modules)
+        self._draws: Any = nullcontext() if is_seeded else Draws()
+        self._steps = 0  # of this episode
         self._leaves = leaves(raw.observation_space, columns)
 
     @property
@@ -173,10 +181,19 @@ class Environment(Closing):
         return guarded(self._id, "its metadata", lambda: dict(self.raw.metadata or {}))
 
     def call(self, name: str, *words: Any, **how: Any) -> Any:
-        return guarded(self._id, f"{name}()", lambda: getattr(self.raw, name)(*words, **how))
+        with self._draws:
+            return guarded(self._id, f"{name}()", lambda: getattr(self.raw, name)(*words, **how))
 
     def reset(self, *, seed: int | None, options: Options | None = None) -> tuple[Array, Options]:
-        """Begin an episode; return its first observation and info."""
+        """Begin an episode; return its first observation and info.
+
+        `seed` is that of all it draws from: `np_random`, its spaces, and the global generators.
+        """
+        self._steps = 0
+        if seed is not None:
+            guarded(self._id, "seeding its spaces", seed_spaces, self.raw, seed)
+            if isinstance(self._draws, Draws):
+                self._draws.seed(seed)
         result = self.call("reset", seed=seed, options=options)
         if not isinstance(result, tuple) or len(result) != 2:
             raise self.misfit("what reset() gave", result, RESET)
@@ -190,6 +207,13 @@ class Environment(Closing):
             raise self.misfit("what step() gave", result, STEP)
         seen, reward, terminated, truncated, info = result
         ends = self._flag("terminated", terminated), self._flag("truncated", truncated)
+        self._steps += 1
+        most = self.facts.step_limit or MOST_STEPS
+        if self._steps >= most and not any(ends):
+            what = f"an episode has not ended within {most:,} steps"
+            remedy = "end it in step(), or say after how many it is cut: "
+            remedy += "environment_options={max_episode_steps: 20000}"
+            raise InputError("ENVIRONMENT", what, self._id, remedy)
         seen = self.observation("an observation", seen, is_last=any(ends))
         return seen, self.number("a reward", reward), *ends, self._info(info)
 
@@ -278,6 +302,24 @@ class Environment(Closing):
             say(f"warning: {error}")
 
 
+def layers(raw: gymnasium.Env[Any, Any]) -> Iterator[gymnasium.Env[Any, Any]]:
+    """Yield the wrappers of an environment from the outside, and itself."""
+    while isinstance(raw, gymnasium.Wrapper):
+        yield raw
+        raw = raw.env
+    yield raw
+
+
+def seed_spaces(raw: gymnasium.Env[Any, Any], seed: int) -> None:
+    """Seed the spaces of an environment; those of its class become its own first."""
+    *_, bare = layers(raw)
+    for name in ("observation_space", "action_space"):
+        if isinstance(getattr_static(bare, name, None), gymnasium.Space) and name not in vars(bare):
+            setattr(bare, name, copy.deepcopy(getattr(bare, name)))
+        for layer in layers(raw):
+            getattr(layer, name).seed(seed)
+
+
 def not_finite(what: str, environment_id: str) -> InputError:
     """Return the error for a value of an environment that is no finite number."""
     what = f"the environment gave {what} that is NaN or infinite"
@@ -298,7 +340,7 @@ def make_environment(
     _check_options(environment_id, options or {})
     how = {**(options or {}), **more}
     columns = how.pop("observation_columns", None) or {}
-    with chdir("."):  # it may go elsewhere, where our paths lead nowhere
+    with chdir("."), Draws():  # it may go elsewhere, where our paths lead nowhere
         raw = guarded(environment_id, "making it", _make, environment_id, spec, how)
     return Environment(environment_id, raw, columns)
 
@@ -430,13 +472,12 @@ def describe(
             problem = f"actions {acted} do not start at 0"
     elif not isinstance(acted, gymnasium.spaces.Box) or acted.dtype.kind != "f":
         problem = f"actions {acted} are neither Discrete nor a Box of floats"
-    remedy, wrapper = "wrap the environment in one with such spaces", environment
-    while not problem and isinstance(wrapper, gymnasium.Wrapper):
-        if getattr(wrapper, "update_running_mean", False):  # episodes would change later ones
-            problem = f"{type(wrapper).__name__} goes on learning its scale while it is played"
+    remedy = "wrap the environment in one with such spaces"
+    for layer in layers(environment):
+        if getattr(layer, "update_running_mean", False):  # episodes would change later ones
+            problem = f"{type(layer).__name__} goes on learning its scale while it is played"
             remedy = "leave it out, as environment_options={} does of what data say, or fix its "
             remedy += "scale: update_running_mean = False"
-        wrapper = wrapper.env
     if problem:
         raise InputError("ENVIRONMENT", problem, where=environment_id, remedy=remedy)
     none, observed = np.zeros(0), np.dtype(kinds if kinds[0][0] else kinds[0][1:])
@@ -449,7 +490,7 @@ def describe(
         action_dtype=np.dtype(acted.dtype),
         low=np.asarray(getattr(acted, "low", none)).reshape(-1),
         high=np.asarray(getattr(acted, "high", none)).reshape(-1),
-        step_limit=int((spec.max_episode_steps if spec is not None else None) or 0),
+        step_limit=max(0, (spec.max_episode_steps if spec is not None else None) or 0),
         tasks=len(getattr(environment.unwrapped, "task_infos", ())),
     )
 

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import torch
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import PlaySettings, target_list
+from gear_offline.core.draws import Draws
 from gear_offline.core.files import Closing
 from gear_offline.core.system import available_bytes, versions
 from gear_offline.core.text import count_text, say
@@ -27,7 +29,7 @@ from gear_offline.dataset.schema import channels_last, match_columns
 from gear_offline.dataset.scores import ReferenceScores, known_scores, reference_scores
 from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.environments import EnvironmentFacts, Known, Options, known_of, weigh
-from gear_offline.evaluation.rollout import ActingPolicy, Environments, play_together, turns
+from gear_offline.evaluation.rollout import ActingPolicy, Environments, play_together, seeded, turns
 from gear_offline.models.base import ModelSizes, ModelTask, SequenceModel
 from gear_offline.models.encoders import InputColumn
 from gear_offline.models.policy import Policy
@@ -122,12 +124,15 @@ def play_tasks(
     quiet: bool = True,
 ) -> EvaluationReport:
     """Play tasks with a trained policy; options are those of `evaluate_tasks`."""
-    report = evaluate_tasks(
-        lambda task: trained.policy(task.name or None, device),
-        [task.settled(device) for task in tasks],
-        cores=cores,
-        quiet=quiet,
-    )
+    gpus = [torch.device(device)] if device.startswith("cuda") else []
+    with torch.random.fork_rng(gpus):
+        torch.manual_seed(tasks[0].seed)  # a policy may draw on a GPU
+        report = evaluate_tasks(
+            lambda task: trained.policy(task.name or None, device),
+            [task.settled(device) for task in tasks],
+            cores=cores,
+            quiet=quiet,
+        )
     facts = {"run": trained.facts.name, "step": trained.facts.step, "device": device}
     return report.model_copy(update=facts)
 
@@ -304,9 +309,12 @@ def _play(parts: Sequence[_TaskPlay], stage: Stage, quiet: bool) -> None:
     title = f"evaluate {task.environment}"
     try:
         place = stage.environments(task, len(parts))
-        with Progress(title, total=total, unit="episodes", quiet=quiet) as progress:
+        with Draws(), Progress(title, total=total, unit="episodes", quiet=quiet) as progress:
             how: dict[str, Any] = {"quiet": quiet, "on_episode": progress.advance}
-            playing = [part.turns(place, number, **how) for number, part in enumerate(parts)]
+            playing = [
+                seeded(part.turns(place, number, **how), part.task.seed)
+                for number, part in enumerate(parts)
+            ]
             for part, played in zip(parts, play_together(place, playing), strict=True):
                 part.played = played
     except Exception as error:

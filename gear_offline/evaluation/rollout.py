@@ -23,11 +23,12 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from gear_offline.core.draws import Draws
 from gear_offline.core.files import Closing
 from gear_offline.core.system import usable_cores
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
 from gear_offline.evaluation.environments import (
-    FALLBACK_MAX_STEPS,
+    MOST_STEPS,
     Environment,
     EnvironmentFacts,
     Known,
@@ -105,7 +106,7 @@ class Environments(Closing):
             self.facts = self._made[0].facts
             known, record = known_of(environment_id, options), _record(self.facts, goals)
             if processes is None:
-                steps = episodes * (self.facts.step_limit or FALLBACK_MAX_STEPS)
+                steps = episodes * (self.facts.step_limit or MOST_STEPS)
                 few = cores is None and steps < STEPS_FOR_WORKERS
                 paying = min(cores or usable_cores(), -(-count // SLOTS_OF_A_WORKER))
                 processes = 1 if few else paying
@@ -193,10 +194,11 @@ def step_in_worker(
     environments = {slot: known.make() for slot in own}
     record = _record(next(iter(environments.values())).facts, goals)
     slots = np.memmap(path, record, "r+", shape=(count,)).view(np.ndarray)
-    while True:
-        caller.receive()
-        _work(environments, slots, own)
-        caller.send(None)
+    with Draws():
+        while True:
+            caller.receive()
+            _work(environments, slots, own)
+            caller.send(None)
 
 
 def play_together(
@@ -221,6 +223,18 @@ def play_together(
     return [results[number] for number in range(len(players))]
 
 
+def seeded(player: Generator[None, None, Played], seed: int) -> Generator[None, None, Played]:
+    """Play with streams of one's own for what a policy draws from the global generators."""
+    draws = Draws(seed)
+    while True:
+        with draws:
+            try:
+                next(player)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+        yield
+
+
 def turns(
     policy: ActingPolicy,
     environments: Environments,
@@ -235,14 +249,12 @@ def turns(
 
     Yields twice a step: while the policy chooses its actions, and when its `slots`, by default all,
     are to do what is in them.  Where the environments have goals, targets are numbers of tasks.
-    Episodes are cut after the environment's own limit, or 10,000 steps.  The first `keep_actions`
-    episodes keep their actions.  `on_episode` is told how many episodes have ended, whenever some
-    have.
+    The first `keep_actions` episodes keep their actions.  `on_episode` is told how many episodes
+    have ended, whenever some have.
     """
     from gear_offline.models.policy import Policy  # loads torch, which workers do without
 
     facts, slots = environments.facts, environments.slots if slots is None else slots
-    limit = facts.step_limit or FALLBACK_MAX_STEPS
     returns, lengths = np.zeros(len(seeds)), np.zeros(len(seeds), np.int64)
     terminated = np.zeros(len(seeds), np.bool_)
     asked = np.asarray(targets, np.float64)
@@ -271,7 +283,7 @@ def turns(
             returns[episodes] += rewards
             lengths[episodes] += 1
             ended = terminated[episodes] = place["terminated"][stepped]
-            over = ended | place["truncated"][stepped] | (lengths[episodes] >= limit)
+            over = ended | place["truncated"][stepped]
             if over.any():
                 playing[stepped[over]] = -1
                 on_episode(int(over.sum()))
