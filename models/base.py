@@ -361,6 +361,22 @@ def calling_model(model: SequenceModel, what: str, remedy: str = "") -> Iterator
         raise part_error(MODELS, what, type(model).__name__, error, remedy) from error
 
 
+@contextmanager
+def evaluation_mode(model: SequenceModel) -> Iterator[None]:
+    """Switch a model that is training to evaluation, and each module back behind it."""
+    if not model.training:
+        yield
+        return
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
+        for module, mode in modes:
+            module.training = mode
+
+
 def make_model(kind: str, facts: ModelFacts, settings: Any) -> SequenceModel:
     """Return a new model, on torch's default device."""
     kind_class = model_class(kind)

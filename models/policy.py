@@ -29,7 +29,7 @@ from gear_offline.dataset.schema import match_columns
 from gear_offline.dataset.scores import RewardEdit
 from gear_offline.errors import InputError, given_path
 from gear_offline.kernels.cuda_module import capture_lock, capturing
-from gear_offline.models.base import PlayedWindow, SequenceModel, calling_model
+from gear_offline.models.base import PlayedWindow, SequenceModel, calling_model, evaluation_mode
 from gear_offline.models.encoders import InputColumn
 from gear_offline.models.policy_folder import CARD, PLACE, PolicyFacts, PolicyFile, write_policy
 from gear_offline.tables.fields import ObservedColumn, Window
@@ -48,7 +48,7 @@ class Policy:
     Parameters
     ----------
     model
-        Is put into evaluation mode and moved to `device`.
+        Is moved to `device`.  It acts in evaluation mode, and has its own mode afterwards.
     state_mean, state_std
         (S,) statistics that the training data were normalised with:
         ``(state - mean) / (std + 1e-6)``.  None if the model was trained on raw states.
@@ -110,7 +110,7 @@ class Policy:
             self.window = window = Window(**options)
         except ValidationError as error:
             raise InputError("MODEL", problem_text(error.errors()[0])) from error
-        self.model = model.to(torch.device(device)).eval()
+        self.model = model.to(torch.device(device))
         self.device = torch.device(device)
         self.context_length, self.returns_scale = context_length, window.returns_scale
         self.facts = facts or PolicyFacts()
@@ -268,7 +268,8 @@ class Policy:
             remedy = "act without waiting for the GPU, as .item() does, train with "
             remedy += "train.graph=off, or play on the CPU: evaluate.device=cpu, "
             remedy += "evaluate --device cpu"
-            with calling_model(self.model, "capturing act() as a CUDA graph", remedy):
+            what = "capturing act() as a CUDA graph"
+            with calling_model(self.model, what, remedy), evaluation_mode(self.model):
                 self._graph = _Graph(self)
 
     def act(
@@ -343,7 +344,7 @@ class Policy:
                 filled = min(int(steps.max()) + 1, self.context_length)
             now = torch.from_numpy(numbers).to(self.device)
             states = {name: torch.from_numpy(rows).to(self.device) for name, rows in seen.items()}
-            with calling_model(self.model, "act()"):
+            with calling_model(self.model, "act()"), evaluation_mode(self.model):
                 actions = np.asarray(self._step(now, states, filled, noise).cpu().numpy())
             wait = partial(np.asarray, actions)
 

@@ -199,7 +199,7 @@ def is_parts(error: Exception) -> bool:
 def assemble(
     config: bytes, weights: Mapping[str, Tensor], kind: str | None = None
 ) -> SequenceModel:
-    """Build the model that a JSON configuration describes, with its weights.
+    """Build the model that a JSON configuration describes, with its weights, in evaluation mode.
 
     Weights that do not fit raise any exception.  `kind` is the model's class or file, where it is
     another than the configuration names.
@@ -231,7 +231,7 @@ def assemble(
         raise ValueError("the weights do not fit the configuration")
     own = {name: weights[name].to(like.dtype) for name, like in wanted.items()}
     model.load_state_dict(own, assign=is_own)
-    return model
+    return model.eval()
 
 
 def _card(file: PolicyFile) -> bytes:
@@ -262,7 +262,8 @@ def _card(file: PolicyFile) -> bytes:
         known = entry.ci95 if file.goals or entry.episodes >= LEAST else (None, None)
         cells = target, text(entry.mean_return), interval_text(known, text), str(entry.episodes)
         rows += [f"| {' | '.join(cells)} |"]
-    asked = "GOAL" if file.goals else file.targets[0] if file.targets else "RETURN"
+    asked = told_apart(file.targets[:1] or [0.0])[0].replace(",", "")
+    asked = "GOAL" if file.goals else asked if file.targets else "RETURN"
     code = f"""
 ```python
 import gear_offline as go

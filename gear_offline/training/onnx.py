@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gear_offline.core.files import check_new_file, write_file, writing
 from gear_offline.core.torch_state import torch_defaults
 from gear_offline.errors import InputError, given_path, package_needed
-from gear_offline.models.base import calling_model
+from gear_offline.models.base import calling_model, evaluation_mode
 from gear_offline.models.policy import Policy, acted
 from gear_offline.training.trained import load_policy
 
@@ -98,7 +98,6 @@ def export_policy(
     with package_needed("an ONNX file", "onnx"):
         import onnx
         import onnxscript  # noqa: F401 - what torch exports with
-    graph = _ActingModel(policy).eval()
     length = max(2, policy.context_length)  # a size of 1 would become a constant of the graph
     steps = torch.export.Dim("L", min=1, max=length)
     batch = torch.export.Dim("B", min=1)
@@ -107,11 +106,17 @@ def export_policy(
     if len(policy.columns) > 1:
         inputs = [f"observations/{name}" for name in policy.columns]
         seen = dict.fromkeys(policy.columns, sizes)
-    inputs += ["actions", graph.asked, "timesteps"]
+    inputs += ["actions", "goals" if policy.goals else "returns_to_go", "timesteps"]
     shapes = (seen, sizes, sizes, sizes)
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses packages not needed here
     unread = redirect_stderr(StringIO())  # whole graphs, where it fails
-    with calling_model(policy.model, "export of act()"), warnings.catch_warnings(), unread:
+    with (
+        evaluation_mode(policy.model),
+        calling_model(policy.model, "export of act()"),
+        warnings.catch_warnings(),
+        unread,
+    ):
+        graph = _ActingModel(policy).eval()
         warnings.simplefilter("ignore")
         try:
             program = torch.onnx.export(
