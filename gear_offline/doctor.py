@@ -45,7 +45,7 @@ OPTIONAL_PACKAGES = {
     "trackio": ("train.trackers=trackio", "pip install 'gear-offline[trackers]'"),
     "wandb": ("train.trackers=wandb", "pip install 'gear-offline[trackers]'"),
     "ray": ("--ray: several machines", "pip install 'gear-offline[ray]'"),
-    "imageio": ("evaluate --video", "pip install 'gear-offline[video]'"),
+    "imageio-ffmpeg": ("evaluate --video", "pip install 'gear-offline[video]'"),
     "onnx": ("export-policy NAME.onnx", "pip install 'gear-offline[onnx]'"),
     "d4rl": ("d4rl:NAME through D4RL's own package", "pip install 'gear-offline[d4rl]'"),
     "cupy": ("GPU kernels (CUDA 12: [gpu-cuda12])", "pip install 'gear-offline[gpu]'"),

@@ -19,7 +19,8 @@ from tests.checkpoint_support import write_run
 from tests.evaluation_support import Constant, Counted
 from tests.support import failing_code, one_error
 
-imageio = pytest.importorskip("imageio.v3")
+imageio_ffmpeg = pytest.importorskip("imageio_ffmpeg")
+Image, ImageSequence = pytest.importorskip("PIL.Image"), pytest.importorskip("PIL.ImageSequence")
 pytest.importorskip("mujoco")  # without it gymnasium's module raises an error of its own
 HopperEnv: Any = pytest.importorskip("gymnasium.envs.mujoco.hopper_v5").HopperEnv
 
@@ -66,12 +67,28 @@ def played(environment: str, **options: Any) -> EvaluationReport:
     return evaluate_tasks(lambda _: policy, [task])
 
 
+def frames_of(path: Path) -> Any:
+    """Return the frames of a GIF."""
+    with Image.open(path) as file:
+        return np.stack([np.asarray(one.convert("RGB")) for one in ImageSequence.Iterator(file)])
+
+
 def decoded(path: Path) -> Any:
     """Return the frames of an MP4 of 64 x 400."""
-    tool = pytest.importorskip("imageio_ffmpeg").get_ffmpeg_exe()
+    tool = imageio_ffmpeg.get_ffmpeg_exe()
     command = [tool, "-v", "error", "-i", path, "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
     content = subprocess.run(command, check=True, capture_output=True).stdout
     return np.frombuffer(content, np.uint8).reshape(-1, 64, 400, 3)
+
+
+def duration(path: Path) -> float:
+    """Return the seconds that a video lasts, as its reader says."""
+    if path.suffix == ".gif":
+        with Image.open(path) as file:
+            return sum(image.info["duration"] for image in ImageSequence.Iterator(file)) / 1000
+    frames, seconds = imageio_ffmpeg.count_frames_and_secs(path)
+    assert frames == 8
+    return float(seconds)
 
 
 @pytest.mark.parametrize("name", ["a.gif", "a.MP4"])
@@ -79,7 +96,9 @@ def test_the_first_episode_of_each_target_is_shown(tmp_path: Path, name: str) ->
     report = played("GearTest/Drawn-v0", seed=5, episodes=3)  # of 6 steps first
     assert report.tasks[0].targets[0].lengths == (6, 7, 1)
     [path] = video.write_videos(tmp_path / name, report)
-    frames = np.stack(imageio.imread(path, index=None)) if name == "a.gif" else decoded(path)
+    frames = frames_of(path) if name == "a.gif" else decoded(path)
+    seconds = duration(path)
+    assert seconds == pytest.approx(8 / 30, abs=0.011), "a GIF counts hundredths of a second"
     shown = [int(frame[-5, 200].mean()) for frame in frames]
     # every second step, and anew for the second target
     np.testing.assert_allclose(shown, [0, 20, 40, 60] * 2, atol=3)
@@ -109,7 +128,7 @@ def test_simulators_are_drawn_as_they_were_played(tmp_path: Path, environment: s
     video.check_video(path, tasks)
     report = evaluate_tasks(lambda _: policy, tasks)
     video.write_videos(path, report)
-    frames = imageio.imread(path, index=None)
+    frames = frames_of(path)
     assert len(frames) > 2 and frames.std() > 5
     if "Hopper" in environment:  # its brown is in the picture: the camera follows
         reds, blues = frames[..., 0].astype(int), frames[..., 2].astype(int)
@@ -145,7 +164,7 @@ def test_what_cannot_be_shown_is_refused_before_anything_is_played(
 
 def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = [EvaluationTask(environment="Pendulum-v1", targets=(1.0,))]
-    for module in ("pygame", "imageio"):
+    for module in ("pygame", "imageio_ffmpeg"):
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(GearError, match=r"gear-offline\[video\]"):
             video.check_video(tmp_path / "a.gif", tasks)

@@ -7,10 +7,12 @@ seed, in an environment that draws; returns must be those that were counted.
 from __future__ import annotations
 
 import io
+import itertools
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +34,7 @@ from gear_offline.training.records import EvaluationReport, TargetResult, TaskRe
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-FORMATS = {".gif": "GIF-PIL", ".mp4": ".mp4"}  # as imageio names them
+SUFFIXES = (".gif", ".mp4")
 FRAMES_PER_SECOND = 30  # at most: MuJoCo's 125 steps a second are shown as 25 frames
 GIF_WIDTH = 320  # pixels at most: GIF compresses little
 CAPTION_HEIGHT = 24
@@ -40,14 +42,14 @@ CAPTION_HEIGHT = 24
 
 def check_video(path: Path, tasks: Sequence[EvaluationTask]) -> None:
     """Refuse early what could not be drawn or written; draws one frame of each environment."""
-    if path.suffix.lower() not in FORMATS:
+    if path.suffix.lower() not in SUFFIXES:
         what, remedy = "a video is a .gif or .mp4 file", f"write it like {path.stem or 'video'}.gif"
         raise InputError("USAGE", what, where=str(path), remedy=remedy)
     for own in _paths(path, [task.name for task in tasks]):
         check_new_file(own)
     with package_needed("a video", "video"):
-        import imageio  # noqa: F401
         import imageio_ffmpeg  # noqa: F401
+        import PIL  # noqa: F401
     if not os.environ.get("DISPLAY"):  # or pygame and MuJoCo look for one
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
         os.environ.setdefault("MUJOCO_GL", "egl")
@@ -83,30 +85,51 @@ def _paths(path: Path, tasks: Sequence[str]) -> tuple[Path, ...]:
 
 def _encoded(result: TaskResult, suffix: str, quiet: bool) -> bytes:
     """Return the video of a task as the bytes of a file."""
-    import imageio.v2
-
     name = result.environment
     with _drawing(name, result.environment_options) as environment:
         rate = float(environment.metadata.get("render_fps") or FRAMES_PER_SECOND)
         if is_atari(name):
             rate /= FRAME_SKIP
         every = max(1, int(np.ceil(rate / FRAMES_PER_SECOND)))
-        options: dict[str, Any] = {"duration": 1000 * every / rate, "loop": 0}  # ms a frame, always
-        if suffix == ".mp4":
-            options = {"fps": rate / every, "macro_block_size": 2}
-        file, total = io.BytesIO(), sum(t.lengths[0] // every + 1 for t in result.targets)
-        writer: Any = imageio.v2.get_writer(file, format=FORMATS[suffix], mode="I", **options)
-        with Progress(f"draw {name}", total=total, unit="frames", quiet=quiet) as progress, writer:
+        total = sum(target.lengths[0] // every + 1 for target in result.targets)
+
+        def images() -> Iterator[Image]:
             for target in result.targets:
                 for frame, text in _played(environment, result, target, every):
                     image = _captioned(frame, text)
                     if suffix == ".gif" and image.width > GIF_WIDTH:
                         height = round(image.height * GIF_WIDTH / image.width)
                         image = image.resize((GIF_WIDTH, height))
-                    height, width = image.height // 2 * 2, image.width // 2 * 2  # as H.264 wants
-                    writer.append_data(np.asarray(image)[:height, :width])
+                    # even sizes, as H.264 wants
+                    yield image.crop((0, 0, image.width // 2 * 2, image.height // 2 * 2))
                     progress.advance()
+
+        with Progress(f"draw {name}", total=total, unit="frames", quiet=quiet) as progress:
+            encode = _gif if suffix == ".gif" else _mp4
+            return encode(images(), total, rate / every)
+
+
+def _gif(images: Iterator[Image], total: int, rate: float) -> bytes:
+    """Encode images as a GIF that is repeated; it counts time in hundredths of a second."""
+    ends = [round(100 * number / rate) for number in range(total + 1)]
+    durations = [10 * (end - begin) for begin, end in itertools.pairwise(ends)]
+    file, first = io.BytesIO(), next(images)
+    first.save(file, "GIF", save_all=True, append_images=images, duration=durations, loop=0)
     return file.getvalue()
+
+
+def _mp4(images: Iterator[Image], total: int, rate: float) -> bytes:
+    """Encode images as an MP4."""
+    import imageio_ffmpeg
+
+    with tempfile.TemporaryDirectory() as folder:
+        path, first = Path(folder, "video.mp4"), next(images)
+        writer = imageio_ffmpeg.write_frames(path, first.size, fps=rate, macro_block_size=2)
+        writer.send(None)
+        for image in itertools.chain([first], images):
+            writer.send(image.tobytes())
+        writer.close()
+        return path.read_bytes()
 
 
 def _played(
