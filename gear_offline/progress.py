@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from io import StringIO
 from typing import Any
 
 from rich import box
@@ -55,10 +56,10 @@ class Printed:
     """An object that Python shows as its `print` does."""
 
     def __repr__(self) -> str:
-        console = Terminal(width=100, color_system=None)
-        with console.capture() as text:
-            self.print(console=console)  # type: ignore[attr-defined]
-        return text.get().rstrip()
+        text = StringIO()  # a notebook would show what is captured, too
+        console = Terminal(width=100, color_system=None, file=text, force_jupyter=False)
+        self.print(console=console)  # type: ignore[attr-defined]
+        return text.getvalue().rstrip()
 
     __str__ = __repr__
 

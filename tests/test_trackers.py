@@ -128,13 +128,15 @@ def expected(run: Path) -> Shown:
                 numbers.setdefault(f"train/{name}", []).append((record["step"], value))
     for record in read_records(run / "evaluations.jsonl"):
         for name, found in {"": record, **record.get("tasks", {})}.items():
+            place = f"evaluate/{name}/".replace("//", "/")
+            whole = {"return": found.get("return"), "score": found.get("normalized_score")}
             for target in found["targets"]:
-                tag = f"evaluate/{name}/return_{target['target']!r}".replace(
-                    "//", "/"
-                ).removesuffix(".0")
-                numbers.setdefault(tag, []).append((record["step"], target["return"]))
-        if record.get("tasks"):
-            numbers["evaluate/normalized_score"] = [(record["step"], record["normalized_score"])]
+                asked = f"{target['target']!r}".removesuffix(".0")
+                whole[f"return_{asked}"] = target["return"]
+                whole[f"score_{asked}"] = target.get("normalized_score")
+            for tag, value in whole.items():
+                if value is not None:
+                    numbers.setdefault(f"{place}{tag}", []).append((record["step"], value))
     return numbers
 
 

@@ -66,11 +66,6 @@ def interval_text(
     return "-" if low is None or high is None else f"{text(low)} to {text(high)}"
 
 
-def exact(value: float) -> str:
-    """Return a number as one writes it, never rounded: ``1000001``, ``0.1``; -0.0 is ``0``."""
-    return repr(float(value) + 0.0).removesuffix(".0")
-
-
 def told_apart(values: Sequence[float]) -> list[str]:
     """Return numbers for a table: exact, but long ones `short` if all stay different."""
     whole = [f"{float(value) + 0.0:,}".removesuffix(".0") for value in values]

@@ -23,7 +23,7 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.config.sections import TrainSettings
 from gear_offline.core.files import write_file
 from gear_offline.core.parts import find_part
-from gear_offline.core.text import exact, first_line, say, typed
+from gear_offline.core.text import first_line, say, told_apart, typed
 from gear_offline.errors import InputError
 from gear_offline.runs.callbacks import Callback
 from gear_offline.runs.checks import TRACKERS, check_trackers
@@ -50,7 +50,7 @@ class Tracker(Protocol):
     told: dict[str, int]
 
     def send(self, step: int, values: dict[str, float]) -> None:
-        """Show values of one kind by name: ``train/loss``, ``evaluate/return_3600``."""
+        """Show values of one kind by name: ``train/loss``, ``evaluate/return``."""
 
     def close(self) -> None:
         """Wait for what is under way."""
@@ -254,12 +254,16 @@ def _values(kind: str, record: Mapping[str, Any]) -> dict[str, float]:
     """Name the numbers of a line; none of an evaluation that failed."""
     values = {name: value for name, value in record.items() if name != "step"}
     if kind == "evaluate":
-        tasks = record.get("tasks") or {}
-        values = {"normalized_score": record.get("normalized_score")} if tasks else {}
+        tasks, values = record.get("tasks") or {}, {}
         for prefix, result in (("", record), *((f"{name}/", task) for name, task in tasks.items())):
-            for target in result.get("targets", ()):
-                for number in ("return", "normalized_score"):
-                    values[f"{prefix}{number}_{exact(target['target'])}"] = target.get(number)
+            values[f"{prefix}return"] = result.get("return")
+            values[f"{prefix}score"] = result.get("normalized_score")
+            targets = result.get("targets", ())
+            names = told_apart([target["target"] for target in targets])
+            for target, name in zip(targets, names, strict=True):
+                asked = name.replace(",", "")
+                values[f"{prefix}return_{asked}"] = target.get("return")
+                values[f"{prefix}score_{asked}"] = target.get("normalized_score")
     numbers = {n: v for n, v in values.items() if type(v) in (int, float) and abs(v) < float("inf")}
     return {f"{kind}/{name}": value for name, value in numbers.items()}
 
