@@ -18,6 +18,7 @@ import h5py
 import numpy as np
 
 import gear_offline
+from gear_offline.config.arguments import check_arguments
 from gear_offline.core.files import new_file, write_all, writing
 from gear_offline.core.text import count_text, say
 from gear_offline.core.types import Array
@@ -41,6 +42,7 @@ GZIP = {"compression": "gzip", "compression_opts": 1, "shuffle": True}
 TERMINALS, TIMEOUTS, REWARDS = "terminals", "timeouts", "rewards"
 
 
+@check_arguments()
 def export_hdf5(
     source: Dataset | Source | str | os.PathLike[str],
     path: str | os.PathLike[str],

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from gear_offline.config.arguments import check_arguments
 from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.sections import GoalSettings, Mode, Placement, Road, Sharding
@@ -47,6 +48,7 @@ from gear_offline.loaders.rows import MemoryRows, RowOpener, Rows
 from gear_offline.loaders.static_batch import SegmentWriter, StaticBatch
 from gear_offline.sampling import Sampler
 from gear_offline.sampling.draws import SegmentStream
+from gear_offline.sampling.registry import Selection
 from gear_offline.tables.fields import STATES, Window
 from gear_offline.tables.joint import JointDataset, TableData, data_digest, data_name, parts_of
 
@@ -74,8 +76,8 @@ class GearLoader(Closing, Iterator[Batch]):
     context_length
         Steps in a window, K.
     selection
-        Name of a strategy, with options as in ``"top_percent:percent=10"``, or ``{"strategy":
-        "top_percent", "percent": 10}``, or what `make_sampler` returns.
+        Name of a strategy, with options as in ``"top_percent:percent=10"``; a function of facts and
+        options; ``{"strategy": either, "percent": 10}``; or what `make_sampler` returns.
     seed, start_step
         In ``[0, 2**64)``; the step of the first batch.
     device
@@ -149,6 +151,7 @@ class GearLoader(Closing, Iterator[Batch]):
     True
     """
 
+    @check_arguments()
     @torch_defaults()
     def __init__(
         self,
@@ -156,7 +159,7 @@ class GearLoader(Closing, Iterator[Batch]):
         batch_size: int = 64,
         *,
         context_length: int = 20,
-        selection: str | Mapping[str, Any] | Sampler = "uniform_steps",
+        selection: Selection | Sampler = "uniform_steps",
         seed: int = 0,
         device: str | torch.device = "auto",
         padding: Padding = "right",

@@ -22,12 +22,11 @@ from gear_offline.sampling import (
     PartWeights,
     Sampler,
     TaskPart,
-    make_sampler,
     mix_tasks,
     parse_strategy,
 )
 from gear_offline.sampling.items import Items
-from gear_offline.sampling.registry import sampler_for
+from gear_offline.sampling.registry import Selection, sampler_for
 from gear_offline.tables.fields import standard_fields
 from gear_offline.tables.joint import JointDataset, Part, TableData, join_datasets
 from gear_offline.tables.table import TableOptions
@@ -97,18 +96,15 @@ def find_world(world: World | Literal["auto"] | None, global_batch: int) -> Worl
 
 
 def choose_sampler(
-    selection: str | Mapping[str, Any] | Sampler,
+    selection: Selection | Sampler,
     dataset: TableData,
     context_length: int,
     padding: str,
 ) -> Sampler:
     """Return the sampler of a loader, made if it is named, else checked to fit it."""
-    if isinstance(selection, str | Mapping):
-        name, options = _named(selection)
-        selection = make_sampler(name, dataset, context_length=context_length, **options)
     if not isinstance(selection, Sampler):
-        known = "the name of a strategy, or what make_sampler(...) returns"
-        raise bad_option("selection", selection, known)
+        name, options = parse_strategy(selection)
+        selection = sampler_for(name, dataset, options, context_length=context_length)
     name, index, episodes = selection.name, selection.index, dataset.episodes
     if selection.padding not in (None, padding):
         what = f"padding={padding!r} is not usable with strategy {name!r}"
@@ -124,17 +120,6 @@ def choose_sampler(
         remedy = f"make it with context_length={context_length}"
         raise InputError("LOADER_OPTION", what, remedy=remedy)
     return selection
-
-
-def _named(selection: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the strategy and options of a text or of a recipe's section."""
-    if isinstance(selection, str):
-        return parse_strategy(selection)
-    section = dict(selection)
-    name, options = section.pop("strategy", None), section.pop("options", section)
-    if not isinstance(name, str) or not isinstance(options, Mapping):
-        raise bad_option("selection", selection, "{'strategy': NAME, OPTION: VALUE}")
-    return name, dict(options)
 
 
 # of a recipe --------------------------------------------------------------------------------

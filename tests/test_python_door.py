@@ -2,7 +2,7 @@
 
 import pickle
 from collections.abc import Callable
-from inspect import signature
+from inspect import isfunction, signature
 from operator import length_hint
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ MISTAKES: list[tuple[Callable[[Path], object], str]] = [
     (lambda d: DOOR.export_policy("runs/x", 5), "a int is not a path (out)"),
     (lambda d: DOOR.export_policy("runs/x", "x.pt"), "write x.onnx, or a folder: x"),
     (lambda d: DOOR.open_run("runs/hopper-medium-s0"), "train smoke` makes a run"),
-    (lambda d: DOOR.train("smoke", steps=5), "go.train('smoke', {'train.steps': ...})"),
+    (lambda d: DOOR.train("smoke", steps=5), "go.train(recipe, {'train.steps': ...})"),
 ]
 
 
@@ -78,6 +78,51 @@ def test_an_error_is_one_line_with_code_place_and_remedy() -> None:
     assert (error.code, error.exit_code) == ("A_CODE", 2)
     assert str(GearError("A_CODE", "it is wrong")) == "[A_CODE] it is wrong"
     assert str(pickle.loads(pickle.dumps(error))) == str(error), "workers send theirs"
+
+
+def test_every_door_answers_an_argument_that_it_lacks() -> None:
+    """Before anything else: what is needed besides is not looked at."""
+    doors = {name: getattr(go, name) for name in go.__all__}
+    names = [name for name, door in doors.items() if isfunction(door)]
+    for name in [*names, "GearLoader", "Appender"]:
+        parameters = signature(doors[name]).parameters.values()
+        if any(each.kind == each.VAR_KEYWORD for each in parameters):
+            continue  # options of a strategy, or of a model, are checked as such
+        needed = [each for each in parameters if each.default is each.empty]
+        *_, last = parameters
+        arguments = dict.fromkeys([each.name for each in needed] + [f"{last.name}z"])
+        with one_error("USAGE", f"did you mean '{last.name}'"):
+            doors[name](**arguments)
+    with one_error("USAGE", r"go\.sweep\(recipe, \{'optimizer\.learning_rate': \.\.\.\}\)"):
+        DOOR.sweep("smoke", lr=1e-3)
+
+
+def late(facts: Any, power: float = 1.0) -> Any:
+    return np.arange(1.0, facts.episodes.episodes + 1) ** power
+
+
+def test_functions_are_strategies_wherever_one_is_named(folder: Path, tmp_path: Path) -> None:
+    choice = {"strategy": late, "power": 2.0}
+    data = {"data.path": str(folder), "train.steps": 2, "evaluate.episodes": 0}
+    data |= {"train.device": "cpu"}
+    loaders = [loader(folder, selection=late), loader(folder, selection=choice)]
+    assert [each.selection.options for each in loaders] == [{"power": 1.0}, {"power": 2.0}]
+    mixed = {"strategy": "mixture", "parts": [{**choice, "weight": 1.0}]}
+    for selection in (late, choice, mixed):
+        recipe = go.load_recipe("smoke", {"selection": selection})
+        assert f"{__name__}:late" in recipe.to_yaml()
+    compared = DOOR.compare_strategies(
+        "smoke", data, strategies=[late, choice], out=tmp_path / "page", quiet=True
+    )
+    assert [row.label.rpartition(":")[2] for row in compared.strategies] == [
+        "uniform_steps",
+        "late",
+        "late power=2.0",
+    ]
+    axes = {**data, "selection.strategy": [late, "uniform_steps"]}
+    swept = go.sweep("smoke", axes, model="mlp", out=tmp_path / "sweep", parallel=1, quiet=True)
+    assert [trial.trial.recipe.model.kind for trial in swept.trials] == ["mlp", "mlp"]
+    assert swept.is_complete and len(swept.table.rows) == 2
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def recipe_of(dataset: Dataset, *overrides: str) -> Recipe:
 @pytest.fixture(scope="module")
 def comparison(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     out = tmp_path_factory.mktemp("drawn")
-    return compare_strategies(recipe_of(dataset), NAMES, out=out, quiet=True)
+    return compare_strategies(recipe_of(dataset), strategies=NAMES, out=out, quiet=True)
 
 
 def draws_of(comparison: Comparison, label: str) -> Draws:
@@ -125,7 +125,7 @@ def test_a_strategy_that_cannot_run_is_named_and_the_others_go_on(
     dataset: Dataset, tmp_path: Path
 ) -> None:
     recipe = recipe_of(dataset, "loader.batch_size=6", "train.steps=3")
-    found = compare_strategies(recipe, "min_dt,top_percent", out=tmp_path, quiet=True)
+    found = compare_strategies(recipe, strategies="min_dt,top_percent", out=tmp_path, quiet=True)
     assert [one.error is None for one in found.strategies] == [True, False, True]
     reason = "5 episodes make no batch of 6"
     console = Terminal(width=90, record=True)
@@ -140,7 +140,7 @@ def test_returns_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     convert(ArraySource(columns, [3, 3, 3]), tmp_path / "d", allow_nonfinite=True, quiet=True)
     recipe = recipe_of(open_dataset(tmp_path / "d"))
     with one_error("COLUMN") as caught:
-        compare_strategies(recipe, "fifo", out=tmp_path / "out", quiet=True)
+        compare_strategies(recipe, strategies="fifo", out=tmp_path / "out", quiet=True)
     assert "2 episodes" in caught.value.what
 
 
@@ -150,7 +150,9 @@ def test_data_without_rewards_have_no_returns_to_compare(tmp_path: Path) -> None
     convert(from_episodes([steps | {"truncated": True}] * 3), tmp_path / "d", quiet=True)
     dataset = open_dataset(tmp_path / "d")
     with one_error("COLUMN", "no rewards.*sweep RECIPE selection.strategy=A,B"):
-        compare_strategies(recipe_of(dataset, "loader.goals={future: 1.0}"), "fifo", quiet=True)
+        compare_strategies(
+            recipe_of(dataset, "loader.goals={future: 1.0}"), strategies="fifo", quiet=True
+        )
     with one_error("SELECTION", "data without rewards .*: use selection.strategy=uniform_steps"):
         make_sampler("top_k", dataset, k=1)
 
@@ -161,7 +163,9 @@ def test_returns_that_are_equal_but_for_rounding(tmp_path: Path) -> None:
     columns["rewards"] = np.array([0.1, 0.2, 0.3, 0.3, 0.2, 0.1])
     data = make_dataset(tmp_path, [3, 3], columns=columns)
     assert 0 < np.ptp(data.returns) < 1e-15
-    found = compare_strategies(recipe_of(data), "top_k:k=1", out=tmp_path / "out", quiet=True)
+    found = compare_strategies(
+        recipe_of(data), strategies="top_k:k=1", out=tmp_path / "out", quiet=True
+    )
     assert sum(found.data.returns) == pytest.approx(1)
 
 
@@ -194,7 +198,13 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Compa
     with pytest.MonkeyPatch.context() as patch:
         fork_workers(patch)  # which write the reports of the runs
         found = compare_strategies(
-            recipe, "top_k:k=2,corl", train=True, seeds=3, out=out, parallel=1, quiet=True
+            recipe,
+            strategies="top_k:k=2,corl",
+            train=True,
+            seeds=3,
+            out=out,
+            parallel=1,
+            quiet=True,
         )
     return found, out
 
@@ -230,9 +240,9 @@ def test_running_again_trains_nothing_again(
     found, out = trained
     monkeypatch.setattr(sweep_run, "_train", lambda *_, **__: pytest.fail("trained"))
     recipe = tiny_recipe(data, "evaluate.targets=[3,1]", "evaluate.background=off")
-    again = partial(compare_strategies, recipe, "top_k:k=2,corl", out=out, quiet=True)
+    again = partial(compare_strategies, recipe, strategies="top_k:k=2,corl", out=out, quiet=True)
     assert again(train=True, seeds=3).to_json()["outcomes"] == found.to_json()["outcomes"]
-    other = partial(compare_strategies, recipe.replace({"model.layers": 2}), "corl", out=out)
+    other = partial(compare_strategies, recipe, "model.layers=2", strategies="corl", out=out)
     assert failing_code(lambda: other(train=True, quiet=True)) == "RUN_MISMATCH"
 
 
@@ -245,7 +255,9 @@ def test_what_there_is_after_a_stop_is_shown(
     monkeypatch.setattr(sweep_run, "_train", stop)
     recipe = tiny_recipe(data, "evaluate.targets=[3,1]")
     with pytest.raises(TrainingInterrupted):
-        compare_strategies(recipe, "corl", train=True, out=tmp_path, parallel=1, quiet=True)
+        compare_strategies(
+            recipe, strategies="corl", train=True, out=tmp_path, parallel=1, quiet=True
+        )
     document = json.loads((tmp_path / "strategies.json").read_text())
     assert [one["seeds"] for one in document["outcomes"]] == [[], []]
     assert document["verdict"].startswith("Nothing is compared")

@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 from rich.table import Table
 
+from gear_offline.config.arguments import check_arguments
 from gear_offline.core.text import Document, count_text
 from gear_offline.core.types import Array, Float64Array, Int64Array
 from gear_offline.dataset.dataset import Columns, Dataset, open_dataset
@@ -83,6 +84,7 @@ class Audit(Document):
         console.print(table)
 
 
+@check_arguments()
 def audit(
     dataset: Dataset | str | os.PathLike[str],
     *,

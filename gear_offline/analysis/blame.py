@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from gear_offline.analysis.spikes import Spike, find_spikes, logged_losses
+from gear_offline.config.arguments import check_arguments
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.text import Document, short, typed
 from gear_offline.core.torch_state import torch_threads
@@ -103,6 +104,7 @@ class Blame(Document):
 
 
 @torch_threads(None)
+@check_arguments()
 def blame(
     run: Run | str | os.PathLike[str],
     first: int,

@@ -18,7 +18,6 @@ import numpy as np
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.strict_yaml import read_yaml
-from gear_offline.core.parts import admit, part_name
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Float64Array, Int64Array
 from gear_offline.errors import InputError, in_home
@@ -85,21 +84,14 @@ def parse_candidates(asked: str | Sequence[Any] | None, recipe: Recipe) -> list[
             raise _unusable(f"{asked} holds no list", remedy)
     elif isinstance(items, str):
         items = [part for part in items.split(",") if part.strip()]
+    elif callable(items) or isinstance(items, Mapping):
+        items = [items]
     if not items:
         raise _unusable("no strategy is named", "leave it out for the usual ones")
     strategies: dict[tuple[str, str], Candidate] = {}
-    for item in ({"strategy": recipe.selection.strategy, **recipe.selection.options}, *items):
-        if isinstance(item, str):
-            name, options = parse_strategy(item)
-        elif isinstance(item, Mapping) and isinstance(item.get("strategy"), str):
-            options = dict(item)
-            name = options.pop("strategy")
-        else:
-            what = f"{str(item)[:60]!r} is neither a name nor a mapping with a strategy"
-            raise _unusable(what, "write it like {'strategy': 'top_k', 'k': 50}")
+    own = recipe.selection.strategy, recipe.selection.options
+    for name, options in (own, *map(parse_strategy, items)):
         label = options.pop("label", None)
-        name = part_name(name)
-        admit([name] if strategies else [])  # the first is the recipe's own
         parse_options(name, options)
         key = name, str(sorted(options.items()))
         if key not in strategies or label:  # the recipe's own one may be given a label, too

@@ -10,6 +10,7 @@ from itertools import chain, pairwise
 from math import inf
 from statistics import median
 
+from gear_offline.config.arguments import check_arguments
 from gear_offline.runs.run import Run, open_run
 from gear_offline.training.json_lines import read_records
 
@@ -32,6 +33,7 @@ class Spike:
         return f"{self.first}..{self.last}: loss {self.loss:.3g}, {times}"
 
 
+@check_arguments()
 def find_spikes(run: Run | str | os.PathLike[str]) -> list[Spike]:
     """Return the spikes of a run's logged loss, the highest first.
 

@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gear_offline.analysis.page import write_comparison
 from gear_offline.analysis.sampling import (
@@ -17,7 +17,9 @@ from gear_offline.analysis.sampling import (
     parse_candidates,
 )
 from gear_offline.analysis.significance import Comparison, compare, verdict_text
-from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.config.arguments import check_arguments
+from gear_offline.config.files import Overrides, with_value
+from gear_offline.config.recipe import Recipe, load_recipe, recipe_option
 from gear_offline.config.sections import SelectionSettings
 from gear_offline.core.files import check_folder
 from gear_offline.core.system import machine
@@ -33,11 +35,16 @@ from gear_offline.sweep.run import run_trials
 from gear_offline.sweep.trials import Seeds, Trial, parse_seeds, trial_name
 from gear_offline.tables.joint import TableData
 
+if TYPE_CHECKING:
+    from gear_offline.models.base import SequenceModel
 
+
+@check_arguments(recipe_option)
 def compare_strategies(
     recipe: Recipe | str | os.PathLike[str],
-    strategies: str | Sequence[Any] | None = None,
+    overrides: Overrides = (),
     *,
+    strategies: str | Sequence[Any] | None = None,
     train: bool = False,
     seeds: Seeds = 3,
     out: str | os.PathLike[str] | None = None,
@@ -45,6 +52,7 @@ def compare_strategies(
     exact: bool = False,
     ray: str | None = None,
     quiet: bool = False,
+    model: type[SequenceModel] | str | None = None,
 ) -> Comparison:
     """Compare sampling strategies; write ``strategies.json`` and ``strategies.html``.
 
@@ -52,10 +60,12 @@ def compare_strategies(
     ----------
     recipe
         Names the data, the batch size, the window, the seed and the steps.
+    overrides
+        Options to change, as for `gear_offline.train`.
     strategies
         What to compare the recipe's own strategy with: ``"top_k:k=50,return_weighted"``, or a list
-        of names and of mappings such as ``{"strategy": "top_k", "k": 50, "label": "best"}``, or a
-        YAML file of such a list; by default the usual ones.
+        of names, of functions and of mappings such as ``{"strategy": "top_k", "k": 50, "label":
+        "best"}``, or a YAML file of such a list; by default the usual ones.
     train
         Train every strategy with every seed, too, as a sweep in ``OUT/training``; called again it
         goes on.
@@ -67,6 +77,8 @@ def compare_strategies(
         As in `gear_offline.sweep.run.sweep`.
     quiet
         Print nothing.
+    model
+        As of `gear_offline.train`.
 
     Raises
     ------
@@ -76,7 +88,7 @@ def compare_strategies(
     TrainingInterrupted
         ``INTERRUPTED``; the page shows what there is.
     """
-    whole = load_recipe(recipe)
+    whole = load_recipe(recipe, with_value(overrides, "model.kind", model))
     folder = given_path(out or f"runs/{whole.name}-strategies", "OUTPUT_WRITE", where="out")
     candidates = parse_candidates(strategies, whole)
     numbers = parse_seeds(seeds, whole.seed)

@@ -508,7 +508,7 @@ def strategies(
     folder = out or Path("runs") / f"{whole.name}-strategies"
     how: dict[str, Any] = {"parallel": parallel, "exact": exact, "ray": ray, "quiet": quiet}
     how |= {"train": train, "seeds": seeds or 3}
-    comparison = go.compare_strategies(whole, strategies, out=folder, **how)
+    comparison = go.compare_strategies(recipe, overrides, strategies=strategies, out=folder, **how)
     if not as_json:
         show(None, print_text=lambda: print_comparison(comparison))
     show(comparison.to_json(), as_json, lambda: print(folder / "strategies.html"))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from gear_offline.collect.record import Player, episode_plan
+from gear_offline.config.arguments import check_arguments
 from gear_offline.config.environment_options import typed_options
 from gear_offline.convert.append import Appender
 from gear_offline.core.parts import admit, is_same, part_name, readmit
@@ -48,6 +49,7 @@ class ActReport(Document):
     waiting: int = 0
 
 
+@check_arguments()
 def act(
     run: str | os.PathLike[str],
     *,

@@ -23,6 +23,7 @@ from gear_offline.collect.policies import (
     train_with_library,
 )
 from gear_offline.collect.record import RECORD, Crew, EpisodePlan, EpisodePolicy, episode_plan
+from gear_offline.config.arguments import check_arguments
 from gear_offline.config.environment_options import typed_options
 from gear_offline.core.parts import admit, part_name
 from gear_offline.core.system import usable_cores, versions
@@ -85,6 +86,7 @@ class CollectReport(Recorded):
     train_steps: int = 0  # environment steps that training used; 0 without one
 
 
+@check_arguments()
 def collect(
     environment: str,
     out: str | os.PathLike[str],

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from pydantic import ValidationError, model_validator
 
+from gear_offline.config.arguments import check_arguments
 from gear_offline.config.environment_options import beyond_bounds, options_name
 from gear_offline.config.files import (
     Overrides,
@@ -22,7 +23,7 @@ from gear_offline.config.files import (
     named_parts,
     with_bases,
 )
-from gear_offline.config.problems import option_text
+from gear_offline.config.problems import guess_option, option_text
 from gear_offline.config.sections import (
     DataSettings,
     EvaluateSettings,
@@ -163,9 +164,9 @@ class Recipe(Section):
     @property
     def part_names(self) -> tuple[str, ...]:
         """The parts that it names from elsewhere, each once."""
-        named = list(_strategies(self.selection.model_dump()))
+        named = list(strategies_in(self.selection.model_dump()))
         for task in (self.data.tasks or {}).values():
-            named += _strategies(task.selection.model_dump() if task.selection else {})
+            named += strategies_in(task.selection.model_dump() if task.selection else {})
         listed = (*self.train.trackers, *self.train.callbacks, *self._large_options)
         names = (self.model.kind, *named, *self.environments, *listed)
         return tuple(dict.fromkeys(filter(is_part, names)))
@@ -243,6 +244,12 @@ class Recipe(Section):
         return Recipe.read(apply_overrides(self.to_dict(), changes), where=self.name)
 
 
+def recipe_option(name: str) -> str | None:
+    """Return the option of a recipe that a function's unknown argument was probably meant to be."""
+    return guess_option(Recipe, [name])
+
+
+@check_arguments(recipe_option)
 def load_recipe(recipe: Recipe | str | os.PathLike[str], overrides: Overrides = ()) -> Recipe:
     """Read a recipe by name or from a file, apply its bases, then overrides.
 
@@ -295,12 +302,13 @@ def read_recipe(path: Path, overrides: Overrides = (), *, where: str = "") -> Re
     return whole.typing(typed | named_parts(apply_overrides({}, overrides)))
 
 
-def _strategies(options: Any) -> Iterator[str]:
+def strategies_in(options: Any) -> Iterator[str]:
     """Yield the strategies in a selection, those of its parts too."""
     if isinstance(options, Mapping):
-        if isinstance(options.get("strategy"), str):
-            yield part_name(options["strategy"])
+        name = part_name(options.get("strategy"))
+        if isinstance(name, str):
+            yield name
         options = list(options.values())
     if isinstance(options, (list, tuple)):
         for option in options:
-            yield from _strategies(option)
+            yield from strategies_in(option)

@@ -130,6 +130,15 @@ def selection_options(text: str) -> str:
     return " ".join([f"selection.strategy={name}", *words])
 
 
+def _named(value: Any) -> Any:
+    """Return options with the names of functions in place of these."""
+    if isinstance(value, Mapping):
+        return {key: _named(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_named(item) for item in value]
+    return part_name(value) if callable(value) else value
+
+
 class SelectionSettings(Section):
     """The choice of a batch's segments."""
 
@@ -144,6 +153,11 @@ class SelectionSettings(Section):
         if isinstance(strategy, str) and "=" in strategy.partition(":")[2]:
             raise ValueError(f"its options stand beside it: {selection_options(strategy)}")
         return strategy
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_functions(cls, selection: Any) -> Any:
+        return _named({"strategy": selection} if callable(selection) else selection)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from gear_offline.config.arguments import check_arguments
 from gear_offline.core.files import new_part, write_all, writing
 from gear_offline.core.types import Array, BoolArray
 from gear_offline.dataset.growing import INCOMING, MAX_PIECE_BYTES, piece_returns, too_large
@@ -56,6 +57,7 @@ class Appender:
     'incoming'
     """
 
+    @check_arguments()
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._manifest = Manifest.read(path)
         self._folder = given_path(path, "DATASET_NOT_FOUND", where="path") / INCOMING

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from gear_offline.config.arguments import check_arguments
 from gear_offline.config.environment_options import typed_options
 from gear_offline.convert.shards import (
     REWARDS,
@@ -89,6 +90,7 @@ MOST_CHOICES = 1000  # whole numbers below this in a float column look like numb
 MAX_FACT_CHARS = 4096  # of each attribute of a source in the manifest
 
 
+@check_arguments()
 def convert(
     source: str | os.PathLike[str] | Source,
     out: str | os.PathLike[str],

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Never, SupportsIndex, overload
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.config.arguments import check_arguments
 from gear_offline.core.files import FileIdentity, file_identity
 from gear_offline.core.hub import card, fetch, is_hub, put
 from gear_offline.core.system import usable_cores
@@ -394,6 +395,7 @@ class _MeasuredStatistics(Mapping[str, ColumnStatistics]):
         return len(self._dataset.manifest.statistics)
 
 
+@check_arguments()
 def open_dataset(
     path: str | os.PathLike[str], *, verify: bool = True, admissions: int | None = None
 ) -> Dataset:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from gear_offline.config.arguments import check_arguments
 from gear_offline.core.text import count_text, number_text, printable, size_text, texts
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.manifest import Manifest
@@ -23,6 +24,7 @@ MOST_COLUMNS = 8  # without --full
 _HEIGHTS = " ▁▂▃▄▅▆▇█"
 
 
+@check_arguments()
 def inspect(
     path: str | os.PathLike[str], *, verify: bool = True, quiet: bool = True
 ) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from pathlib import PurePosixPath
 import numpy as np
 from pydantic import FiniteFloat
 
+from gear_offline.config.arguments import check_arguments
 from gear_offline.core.types import Float64Array
 from gear_offline.dataset.statistics import Model
 from gear_offline.errors import InputError
@@ -91,6 +92,7 @@ def dataset_of_file(name: str) -> str | None:
     return _names().get(re.sub(_SUFFIXES, "", PurePosixPath(name).name))
 
 
+@check_arguments()
 def reference_scores(name: str) -> ReferenceScores | None:
     """Look up the reference scores of a dataset or an environment.
 
@@ -116,6 +118,7 @@ def reference_scores(name: str) -> ReferenceScores | None:
     return ReferenceScores(name=name, minimum=minimum, maximum=maximum, indicative=True, note=note)
 
 
+@check_arguments()
 def normalized_score(value: float, refs: ReferenceScores | str) -> float:
     """Return 100 (value - minimum) / (maximum - minimum): 0 is random, 100 is an expert.
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gear_offline.config.arguments import check_arguments
 from gear_offline.config.environment_options import typed_options
 from gear_offline.core.files import check_new_file, write_error
 from gear_offline.core.parts import admit, is_same, part_name
@@ -34,6 +35,7 @@ from gear_offline.training.trained import TrainedModel, find_trained, live
 EPISODES = 10  # where the recipe has 0, which means none while training
 
 
+@check_arguments()
 def evaluate(
     run: str | os.PathLike[str] | Policy,
     *,

@@ -15,6 +15,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gear_offline.config.arguments import check_arguments
 from gear_offline.config.recipe import Recipe, read_recipe
 from gear_offline.core.parts import readmit
 from gear_offline.core.text import number_text
@@ -170,6 +171,7 @@ class Run(os.PathLike[str]):
         return f"<p>{html.escape(repr(self))}</p>{image if picture else ''}"
 
 
+@check_arguments()
 def open_run(path: str | os.PathLike[str]) -> Run:
     """Open a run that is there already; nothing in its directory changes.
 
@@ -263,6 +265,7 @@ class RunList(Printed):
         print_table(console or Terminal(), headings, rows, names=["data"])
 
 
+@check_arguments()
 def list_runs(folder: str | os.PathLike[str] = "runs") -> RunList:
     """Return the runs below a folder, those of sweeps too.
 

@@ -19,6 +19,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, Protocol
 
+from gear_offline.config.arguments import check_arguments
 from gear_offline.config.recipe import load_recipe
 from gear_offline.config.sections import TrainSettings
 from gear_offline.core.files import write_file
@@ -210,6 +211,7 @@ def trackings(settings: TrainSettings) -> list[Tracking]:
     return [Tracking(name, settings.project) for name in dict.fromkeys(settings.trackers)]
 
 
+@check_arguments()
 def sync(
     run: Run | str | os.PathLike[str], tracker: str | None = None, *, project: str | None = None
 ) -> None:

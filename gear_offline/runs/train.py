@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Never
+from typing import TYPE_CHECKING
 
+from gear_offline.config.arguments import check_arguments
 from gear_offline.config.files import Overrides, with_value
-from gear_offline.config.problems import guess_option, no_data
-from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.config.problems import no_data
+from gear_offline.config.recipe import Recipe, load_recipe, recipe_option
 from gear_offline.core.hub import is_there
 from gear_offline.distributed import is_first_process
-from gear_offline.errors import InputError
 
 if TYPE_CHECKING:
     from gear_offline.models.base import SequenceModel
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gear_offline.runs.run import Run
 
 
+@check_arguments(recipe_option)
 def train(
     recipe: Recipe | str | os.PathLike[str],
     overrides: Overrides = (),
@@ -32,7 +33,6 @@ def train(
     quiet: bool = False,
     callbacks: Sequence[Callback] = (),
     model: type[SequenceModel] | str | None = None,
-    **unknown: Never,
 ) -> Run:
     """Train, evaluate and write a run directory.
 
@@ -90,11 +90,6 @@ def train(
     >>> sorted(path.name for path in (run.path / "checkpoints").iterdir())
     ['step-00000004']
     """
-    for name in unknown:
-        option = guess_option(Recipe, [name]) or name
-        remedy = f"options of a recipe go into a dict: go.train({str(recipe)!r}, "
-        remedy += f"{{{option!r}: ...}})"
-        raise InputError("USAGE", f"train() has no argument {name!r}", remedy=remedy)
     whole = load_recipe(recipe, with_value(overrides, "model.kind", model))
     quiet = quiet or not is_first_process()
     from gear_offline.core.text import say

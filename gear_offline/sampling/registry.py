@@ -19,6 +19,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from gear_offline.config.problems import problem_text
+from gear_offline.config.recipe import strategies_in
 from gear_offline.config.strict_yaml import parse_yaml
 from gear_offline.core.parts import admit, calling_part, find_part, part_name
 from gear_offline.core.text import plain
@@ -35,6 +36,7 @@ from gear_offline.sampling.draws import (
 )
 
 Drawn = npt.ArrayLike | Sampler  # (E,) weights of the episodes, or any sampler
+Selection = str | Callable[..., Any] | Mapping[str, Any]
 Function = TypeVar("Function", bound=Callable[..., Drawn])
 
 
@@ -145,8 +147,27 @@ def parse_options(name: object, options: Mapping[str, Any]) -> dict[str, Any]:
         raise InputError("SELECTION", what, remedy=remedy) from error
 
 
-def parse_strategy(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the name and the options of ``"return_weighted:rule=rank:temperature=2"``."""
+def parse_strategy(selection: Selection) -> tuple[str, dict[str, Any]]:
+    """Return the name and the options of a strategy that a user names, which is then admitted.
+
+    ``"return_weighted:rule=rank"``, a function, or ``{"strategy": either, "rule": "rank"}``.
+    """
+    options: dict[str, Any] = {}
+    if isinstance(selection, Mapping):
+        options = dict(selection)
+        selection, options = options.pop("strategy", None), options.pop("options", options)
+    elif isinstance(selection, str):
+        selection, options = _parse_text(selection)
+    name = part_name(selection)
+    if not isinstance(name, str) or not isinstance(options, Mapping):
+        what = f"{selection!r:.60} names no strategy"
+        remedy = "give a name, a function, or {'strategy': either, OPTION: VALUE}"
+        raise InputError("SELECTION", what, "selection", remedy)
+    admit(strategies_in({"strategy": name, **options}))
+    return name, dict(options)
+
+
+def _parse_text(text: str) -> tuple[str, dict[str, Any]]:
     name, *options = text.strip().split(":")
     if options and "=" not in options[0]:  # FILE.py:Name, package.module:Name
         name, options = f"{name}:{options[0]}", options[1:]
@@ -159,7 +180,7 @@ def parse_strategy(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def make_sampler(
-    name: str,
+    name: str | Callable[..., Any],
     data: EpisodeData | EpisodeIndex,
     *,
     context_length: int | None = None,
@@ -171,7 +192,7 @@ def make_sampler(
     Parameters
     ----------
     name
-        One of `strategy_names`.
+        One of `strategy_names`, FILE.py:Name, or a function of facts and options.
     data
         A dataset, or `Facts`, or an episode index for strategies that need nothing else.
     context_length

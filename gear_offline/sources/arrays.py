@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from gear_offline.config.arguments import check_arguments
 from gear_offline.config.problems import nearest
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray
@@ -33,6 +34,7 @@ _ONE_EACH = "a mapping of column names to arrays for each episode"
 Columns = dict[str, Array]
 
 
+@check_arguments()
 def from_episodes(
     episodes: Iterable[Mapping[str, Any]],
     *,
@@ -105,6 +107,7 @@ def from_episodes(
     return source
 
 
+@check_arguments()
 def from_arrays(
     columns: Mapping[str, Any],
     *,

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.config.arguments import check_arguments
 from gear_offline.config.problems import nearest
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
@@ -44,6 +45,7 @@ MOST_SHOWN = 60  # characters of a value
 MOST_NAMED = 20  # parts that a joined source describes one by one
 
 
+@check_arguments()
 def pick_episodes(source: Source, which: npt.ArrayLike) -> Source:
     """Return a source of some of a source's episodes.
 
@@ -75,6 +77,7 @@ def pick_episodes(source: Source, which: npt.ArrayLike) -> Source:
     return derived
 
 
+@check_arguments()
 def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
     """Return one source over the episodes of several, one after the other.
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from gear_offline.config.arguments import check_arguments
 from gear_offline.core.files import read_regular
 from gear_offline.core.hub import fetch, is_hub
 from gear_offline.dataset.dataset import open_dataset
@@ -49,6 +50,7 @@ _HELD = re.compile(r"(^|[-_.])(val|valid|validation|test|eval)(?=[-_.]|$)|^cache
 MAX_LIST_BYTES = 16 << 20
 
 
+@check_arguments()
 def open_source(
     uri: str | os.PathLike[str],
     *,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gear_offline.config.arguments import check_arguments
 from gear_offline.config.files import flat
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import OptimizerSettings
@@ -51,6 +52,7 @@ class RunComparison(Printed, Document):
                 console.print(f"  {environment}: {', '.join(names)}")
 
 
+@check_arguments()
 def compare_runs(
     runs: Sequence[Run | str | os.PathLike[str]],
     *,

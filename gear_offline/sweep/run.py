@@ -12,12 +12,13 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gear_offline.config.arguments import check_arguments
 from gear_offline.config.files import Overrides
-from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.config.recipe import Recipe, load_recipe, recipe_option
 from gear_offline.core.parts import is_importable
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text, first_line, plain, say
@@ -40,14 +41,18 @@ from gear_offline.sweep.trials import SweepDirectory, SweepFile, Trial, make_tri
 from gear_offline.tables.joint import TableData
 from gear_offline.workers import Caller, RayPool, WorkerPool
 
+if TYPE_CHECKING:
+    from gear_offline.models.base import SequenceModel
+
 # of the driver: with its default of 8, batches of a larger stack wait for each other
 QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 JOBS_OF_A_WORKER = 4  # reports, at least: a process takes longer to start than one
 
 
+@check_arguments(recipe_option)
 def sweep(
     recipe: Recipe | str | os.PathLike[str],
-    options: Overrides = (),
+    overrides: Overrides = (),
     *,
     seeds: str | int | Sequence[int] | None = None,
     out: str | os.PathLike[str] | None = None,
@@ -55,6 +60,7 @@ def sweep(
     exact: bool = False,
     ray: str | None = None,
     quiet: bool = False,
+    model: type[SequenceModel] | str | None = None,
 ) -> SweepResult:
     """Train a recipe with several settings and seeds, and compare them.
 
@@ -66,7 +72,7 @@ def sweep(
     ----------
     recipe
         A recipe, or what `gear_offline.load_recipe` takes.
-    options
+    overrides
         Dotted options, each with its value or a list of values: ``{"model.layers": [3, 4]}``, or
         as the command line takes them: ``["model.layers=3,4"]``.  Every combination is a trial.
         A list that `gear_offline.train` takes, as of ``evaluate.targets``, is one value.
@@ -84,6 +90,8 @@ def sweep(
         the CPUs and GPUs.  All nodes have to see this directory and `out`.
     quiet
         Print nothing.
+    model
+        In place of ``model.kind``: a class derived from `gear_offline.SequenceModel`, or its name.
 
     Returns
     -------
@@ -100,7 +108,9 @@ def sweep(
     TrainingInterrupted
         ``INTERRUPTED`` after Ctrl-C or SIGTERM; what the trials have done is saved.
     """
-    values = option_values(recipe, options)
+    values = option_values(recipe, overrides)
+    if model is not None:
+        values["model.kind"] = [model]
     if out is None:
         names = values.get("name", [])
         name = load_recipe(recipe, {"name": names[0]} if len(names) == 1 else ()).name

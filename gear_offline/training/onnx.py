@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gear_offline.config.arguments import check_arguments
 from gear_offline.core.files import check_new_file, write_file, writing
 from gear_offline.core.torch_state import torch_defaults
 from gear_offline.errors import InputError, given_path, package_needed
@@ -28,6 +29,7 @@ LARGEST = (2 << 30) - 4096  # bytes of a protobuf message, less what is added
 
 
 @torch_defaults()
+@check_arguments()
 def export_policy(
     policy: Policy | str | os.PathLike[str],
     out: str | os.PathLike[str],

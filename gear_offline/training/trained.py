@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from gear_offline.config.arguments import check_arguments
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.hub import PREFIX, fetch, is_hub
 from gear_offline.core.parts import admit, digest_of, is_same, part_name, readmit
@@ -79,6 +80,7 @@ class TrainedModel:
         return policy
 
 
+@check_arguments()
 def load_policy(
     run_or_folder: str | os.PathLike[str],
     task: str | None = None,
