@@ -39,7 +39,7 @@ class Batch:
         ``(B, K, A)`` float32, those of several dimensions a step flattened; or ``(B, K, *A)`` int64
         for discrete actions (``(B, K)`` for one a step).
     rewards
-        ``(B, K, 1)`` float32; neither they nor `returns_to_go` are there of data without rewards.
+        ``(B, K, 1)`` float32; they and `returns_to_go` are None of data without rewards.
     returns_to_go
         ``(B, K, 1)`` float32, own reward included, over the rest of the whole episode.
     timesteps
@@ -61,18 +61,14 @@ class Batch:
 
     states: Any  # a Tensor, or a dict of them
     actions: Tensor
-    rewards: Tensor
-    returns_to_go: Tensor
+    rewards: Tensor | None
+    returns_to_go: Tensor | None
     timesteps: Tensor
     attention_mask: Tensor
     segments: Tensor
     padding: Literal["right", "left"] = field(default="right", kw_only=True)
     extras: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)
     task_bounds: Tensor | None = field(default=None, kw_only=True)
-
-    def __post_init__(self) -> None:
-        for name in [name for name in _FIELDS if self.__dict__[name] is None]:
-            del self.__dict__[name]
 
     def __repr__(self) -> str:
         shown = (
@@ -115,14 +111,13 @@ class Batch:
     def __getitem__(self, name: str) -> Any:
         tensors = self._tensors()
         if name not in tensors:
-            raise KeyError(f"{name!r}; a batch has {', '.join(tensors)}")
+            without = ", of data without rewards," if self.rewards is None else ""
+            raise KeyError(f"{name!r}; a batch{without} has {', '.join(tensors)}")
         return tensors[name]
 
     def __getattr__(self, name: str) -> Never:
         hint = OTHER_NAMES.get(name)
         remedy = f"; did you mean {hint}?" if hint else ""
-        if name in _FIELDS:
-            remedy = ": its dataset has no rewards"
         raise AttributeError(f"a Batch has no attribute {name!r}{remedy}")
 
     @property
@@ -156,8 +151,8 @@ class Batch:
         return self._fields() | {name: own for name, own in more.items() if own is not None}
 
     def _fields(self) -> dict[str, Any]:
-        names = (*_FIELDS, *_NAMED[:2])
-        return {name: self.__dict__[name] for name in names if name in self.__dict__}
+        fields = {name: getattr(self, name) for name in (*_FIELDS, *_NAMED[:2])}
+        return {name: tensor for name, tensor in fields.items() if tensor is not None}
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """Return the batch on `device`; tensors that are there already are not copied.

@@ -103,12 +103,16 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *arguments: Any, **options: Any
     ) -> Self:
-        """As the released class; of a run directory, the best checkpoint or else the last one."""
+        """As the released class; what reads a run, and compares its digests, is `load_policy`."""
         path = pretrained_model_name_or_path
-        if path is not None and not Path(path, "config.json").exists():
-            checkpoints = Path(path, "checkpoints")
-            steps = [*sorted(checkpoints.glob("step-*")), *checkpoints.glob("best")]
-            path = steps[-1] if steps else path
+        folder = None if path is None else Path(path)
+        if folder and (folder / "checkpoints").is_dir() and not (folder / "config.json").exists():
+            what, remedy = (
+                "this is a run, not a folder of weights",
+                "or name a checkpoint of it",
+            )
+            remedy = f"write go.load_policy({str(folder)!r}).model, {remedy}"
+            raise InputError("USAGE", what, str(folder), remedy)
         model: Self = super().from_pretrained(path, *arguments, **options)
         return model
 

@@ -1,5 +1,6 @@
 """GearLoader: the stream as a pure function, resuming, layouts, options, devices."""
 
+import dataclasses
 import gc
 import inspect
 import io
@@ -20,6 +21,7 @@ import torch
 from accelerate.state import GradientState
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.utils import _apply_to_tensors
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import BatchEncoding, Trainer, TrainingArguments
 
@@ -397,9 +399,14 @@ def test_data_without_rewards(tmp_path: Path, frames: bool) -> None:
         for same in (batch, *copies):
             assert {*same.model_inputs()} == {"states", "actions", "timesteps", "attention_mask"}
             assert all(torch.equal(same[name], other[name]) for name in same.keys())  # noqa: SIM118
-            assert not hasattr(same, "rewards") and "no rewards" not in repr(same)
-        with pytest.raises(AttributeError, match="its dataset has no rewards"):
-            batch.returns_to_go  # noqa: B018
+            assert same.rewards is None and same.returns_to_go is None
+            assert "rewards" not in repr(same) and "rewards" not in same
+        with pytest.raises(KeyError, match="a batch, of data without rewards, has states"):
+            batch["returns_to_go"]
+        moved = _apply_to_tensors(lambda tensor: tensor + 0, batch)  # as FSDP and DDP do
+        for same in (moved, dataclasses.replace(batch)):
+            assert torch.equal(same.actions, batch.actions) and same.rewards is None
+        assert {*dataclasses.asdict(batch)} == {each.name for each in dataclasses.fields(Batch)}
         loader.close()
     assert (
         failing_code(lambda: GearLoader(dataset, selection="top_k:k=1", **options)) == "SELECTION"

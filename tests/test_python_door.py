@@ -16,7 +16,7 @@ from gear_offline.cli.main import main
 from gear_offline.config.sections import LoaderSettings, SelectionSettings
 from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.evaluation.play import EvaluationTask
-from gear_offline.models.decision_transformer import DecisionTransformer, build_model
+from gear_offline.models.decision_transformer import DecisionTransformer
 from tests.support import Captured, Patch, make_dataset, one_error
 
 DOOR: Any = go  # what type checkers would refuse already
@@ -35,6 +35,11 @@ def loader(folder: Path, **options: Any) -> Any:
 def set_steps() -> None:
     recipe: Any = go.load_recipe("smoke")
     recipe.train.steps = 5
+
+
+def weights(run: Path) -> Any:
+    (run / "checkpoints").mkdir(parents=True)
+    return DecisionTransformer.from_pretrained(run)
 
 
 TASK: Any = EvaluationTask
@@ -58,6 +63,7 @@ MISTAKES: list[tuple[Callable[[Path], object], str]] = [
     (lambda d: DOOR.export_policy("runs/x", 5), "a int is not a path (out)"),
     (lambda d: DOOR.export_policy("runs/x", "x.pt"), "write x.onnx, or a folder: x"),
     (lambda d: DOOR.open_run("runs/hopper-medium-s0"), "train smoke` makes a run"),
+    (lambda d: weights(d / "run"), "/run').model, or name a"),
     (lambda d: DOOR.train("smoke", steps=5), "go.train(recipe, {'train.steps': ...})"),
 ]
 
@@ -245,16 +251,3 @@ def test_defaults_of_loaders_are_those_of_recipes() -> None:
     recipe = LoaderSettings().model_dump() | {"selection": SelectionSettings().strategy, "seed": 0}
     differ = {name for name, value in recipe.items() if arguments[name].default != value}
     assert differ == {"returns_scale", "normalize_states"}, "docs/reference/batch.md"
-
-
-def test_weights_are_read_from_a_run(tmp_path: Path) -> None:
-    for step, width in ((1, 8), (2, 16)):
-        model = build_model(state_dim=3, action_dim=1, hidden_size=width, layers=1)
-        model.save_pretrained(tmp_path / "checkpoints" / f"step-0000000{step}")
-    assert DecisionTransformer.from_pretrained(tmp_path).config.hidden_size == 16
-    (tmp_path / "checkpoints" / "best").symlink_to("step-00000001")
-    assert DecisionTransformer.from_pretrained(str(tmp_path)).config.hidden_size == 8
-    model.save_pretrained(tmp_path)  # beside checkpoints of something else
-    (tmp_path / "checkpoints" / "epoch=1.ckpt").write_text("")
-    named = DecisionTransformer.from_pretrained(pretrained_model_name_or_path=tmp_path)
-    assert named.config.hidden_size == 16

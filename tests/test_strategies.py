@@ -185,10 +185,11 @@ def test_candidates(tmp_path: Path) -> None:
     assert [c.label for c in found] == ["mine", "fifo", "best 5 %"]
     assert found[2].options == {"percent": 5}
     twice = [{"strategy": "top_k", "k": k, "label": "a"} for k in (2, 4)]
-    for wrong in (twice, [], [3], [{"percent": 5}], " ,", ""):
+    for wrong in (twice, [], " ,", ""):
         assert failing_code(partial(parse_candidates, wrong, recipe)) == "USAGE"
-    for text in ("uniform", "top_kk:k=3", "top_k:q=1", "top_k:k=5: k=6", "top_k:50"):
-        assert failing_code(partial(parse_candidates, text, recipe)) == "SELECTION"
+    names = ("uniform", "top_kk:k=3", "top_k:q=1", "top_k:k=5: k=6", "top_k:50")
+    for unknown in (*names, [3], [{"percent": 5}]):
+        assert failing_code(partial(parse_candidates, unknown, recipe)) == "SELECTION"
 
 
 @pytest.fixture(scope="module")

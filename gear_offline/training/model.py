@@ -186,8 +186,8 @@ def try_model(
     batch = Batch(
         states=states,
         actions=actions,
-        rewards=zeros if rewards else None,  # type: ignore[arg-type]
-        returns_to_go=zeros if rewards else None,  # type: ignore[arg-type]
+        rewards=zeros if rewards else None,
+        returns_to_go=zeros if rewards else None,
         timesteps=torch.arange(shape[1], device=device).expand(shape),
         attention_mask=numbers + 1,
         segments=torch.zeros((2, 2), dtype=torch.int64, device=device),
@@ -199,7 +199,8 @@ def try_model(
     kept = [buffer.clone() for buffer in model.buffers()]
     devices = [device] if device.type == "cuda" else []
     half = torch.autocast(device.type, dtype=precision, enabled=precision is not None)
-    with torch.random.fork_rng(devices), calling_part(MODELS, "trying its losses", name):
+    trial = "trying its losses" + ("" if rewards else " on data without rewards")
+    with torch.random.fork_rng(devices), calling_part(MODELS, trial, name):
         with half, warnings.catch_warnings():
             warnings.filterwarnings("error", "Using a target size")  # a mean over a broadcast
             losses = model.train().losses(batch)
