@@ -2,7 +2,8 @@
 # # Quickstart
 #
 # Data, training, a score and a policy that acts, in half a minute on a CPU:
-# `pip install gear-offline`, then `python quickstart.py`, or the notebook of the same steps.
+# `pip install -e .` in a checkout of gear-offline, then `python examples/quickstart.py`, or the
+# notebook of the same steps.
 
 # %%
 from pathlib import Path

@@ -47,7 +47,6 @@ OPTIONAL_PACKAGES = {
     "ray": ("--ray: several machines", "pip install 'gear-offline[ray]'"),
     "imageio-ffmpeg": ("evaluate --video", "pip install 'gear-offline[video]'"),
     "onnx": ("export-policy NAME.onnx", "pip install 'gear-offline[onnx]'"),
-    "d4rl": ("d4rl:NAME through D4RL's own package", "pip install 'gear-offline[d4rl]'"),
     "cupy": ("GPU kernels (CUDA 12: [gpu-cuda12])", "pip install 'gear-offline[gpu]'"),
     "pyverbs": ("RDMA between nodes (Debian, Ubuntu)", "apt install python3-pyverbs"),
     "stable-baselines3": ("collect --policy sb3:PPO", "pip install 'gear-offline[rl]'"),

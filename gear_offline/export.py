@@ -23,7 +23,7 @@ from gear_offline.core.files import new_file, write_all, writing
 from gear_offline.core.text import count_text, say
 from gear_offline.core.types import Array
 from gear_offline.dataset.dataset import Dataset
-from gear_offline.dataset.scores import reference_scores
+from gear_offline.dataset.scores import find_scores
 from gear_offline.errors import InputError, given_path
 from gear_offline.progress import Progress
 from gear_offline.sources import open_source
@@ -123,7 +123,7 @@ def export_hdf5(
             attributes["env_options"] = json.dumps(info.environment_options)
         if edits := {n: info.attributes[n] for n in EDITS if info.attributes.get(n)}:
             attributes["edits"] = json.dumps(edits)
-        if info.scores is not None and reference_scores(info.scores.name) is None:
+        if info.scores is not None and find_scores(info.scores.name) is None:
             attributes["ref_min_score"] = info.scores.minimum
             attributes["ref_max_score"] = info.scores.maximum
         writer.describe(attributes)

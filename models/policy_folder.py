@@ -34,7 +34,7 @@ from gear_offline.tables.fields import Window
 CONFIG, MODEL, POLICY, CARD = "config.json", "model.safetensors", "policy.json", "README.md"
 MAX_POLICY_BYTES = 64 << 20
 PLACE = "THIS FOLDER"  # in a card, until it is on the Hub
-TAGS = ("reinforcement-learning", "offline-reinforcement-learning", "decision-transformer")
+TAGS = ("reinforcement-learning", "offline-reinforcement-learning")
 
 Numbers = tuple[float, ...]
 Activation = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,40}$")]  # torch modules of transformers
@@ -67,6 +67,7 @@ class PolicyFacts(_Strict):
     goals: GoalSettings | None = None  # it was trained to reach; targets are numbers of tasks then
     data: Text | None = None  # what it was trained on
     step: int | None = None  # of the training
+    seed: int | None = None  # of the training
     achieved: tuple[Achieved, ...] = ()
 
 
@@ -94,7 +95,7 @@ def write_policy(
         files = {CONFIG: file_facts(part / CONFIG), MODEL: write_tensors(part / MODEL, weights)}
         file = file.model_copy(update={"files": files})
         write_file(part / POLICY, file.model_dump_json(indent=1).encode())
-        write_file(part / CARD, _card(file))
+        write_file(part / CARD, _card(file, model))
 
 
 class ModelConfig(BaseModel):
@@ -234,8 +235,14 @@ def assemble(
     return model.eval()
 
 
-def _card(file: PolicyFile) -> bytes:
+def _card(file: PolicyFile, model: SequenceModel) -> bytes:
     """Return the model card, with results in the metadata as the Hub lists them."""
+    config = json.loads(model.config_text())
+    kind = config.get("kind", "decision_transformer")
+    if "kind" in config:
+        settings = {name: value for name, value in config["settings"].items() if value is not None}
+    else:
+        settings = {name: config[name] for name in ("hidden_size", "n_layer", "n_head")}
     is_file = ".py:" in (file.environment or "")  # of this machine: the Hub need not know where
     place = file.environment or "unknown"
     place = os.path.basename(place) if is_file else place
@@ -248,12 +255,16 @@ def _card(file: PolicyFile) -> bytes:
     metadata = {
         "library_name": "gear-offline",
         "pipeline_tag": TAGS[0],
-        "tags": [*TAGS, *([file.environment] if file.environment and not is_file else [])],
+        "tags": [
+            *TAGS,
+            *([] if is_part(kind) else [kind.replace("_", "-")]),
+            *([file.environment] if file.environment and not is_file else []),
+        ],
         "datasets": re.findall(r"^hub:([^/@]+/[^/@]+)", file.data or "") or None,
         "metrics": [metric["type"] for metric in metrics] or None,
         "model-index": results if metrics else None,
     }
-    shown = ("environment", "data", "step", "context_length", "actions", "action_bounds")
+    shown = ("environment", "data", "step", "seed", "context_length", "actions", "action_bounds")
     text = ("{:,.2f}" if file.goals else "{:,.1f}").format
     named = "task | success" if file.goals else "asked return | achieved"
     rows = [f"| {named} | 95 % interval | episodes |", "|---:|---:|---:|---:|"]
@@ -264,15 +275,24 @@ def _card(file: PolicyFile) -> bytes:
         rows += [f"| {' | '.join(cells)} |"]
     asked = told_apart(file.targets[:1] or [0.0])[0].replace(",", "")
     asked = "GOAL" if file.goals else asked if file.targets else "RETURN"
+    bare = os.path.basename(kind) if ".py:" in kind else kind
+    named = f', model="{bare}"' if is_part(kind) else ""
+    note = "  # a class of somebody's own, which is not in the folder" if named else ""
+    zeros = [f"np.zeros((1, {', '.join(map(str, c.shape))}))" for c in model.facts.columns]
+    several = (f'"{c.name}": {z}' for c, z in zip(model.facts.columns, zeros, strict=True))
     code = f"""
 ```python
+import numpy as np
 import gear_offline as go
 
-policy = go.load_policy("{PLACE}")
+policy = go.load_policy("{PLACE}"{named}){note}
 policy.reset({asked})
-action = policy.act(observation[None])[0]
+observations = {zeros[0] if len(zeros) == 1 else f"{{{', '.join(several)}}}"}  # of one environment
+action = policy.act(observations)[0]
 ```"""
     facts = {name.replace("_", " "): getattr(file, name) for name in shown}
+    facts["model"] = ", ".join([bare, *(f"{n} {v}" for n, v in settings.items() if n != "kind")])
+    facts["parameters"] = f"{sum(weights.numel() for weights in model.parameters()):,}"
     facts["environment"] = place if file.environment else None
     return card(metadata, file.name, facts, "\n".join([*(rows if file.achieved else []), code]))
 

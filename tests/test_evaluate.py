@@ -354,8 +354,12 @@ def test_known_pairs() -> None:
         found = ReferenceScores(name=name, minimum=minimum, maximum=maximum)
         assert reference_scores(name) == found
     # the last one pays otherwise than the environment that D4RL measured
-    for name in ("", "Pendulum-v1", "maze2d", "hopper-v7-x", "Hopper", "AdroitHandDoorSparse-v1"):
+    for name in ("Pendulum-v1", "AdroitHandDoorSparse-v1", "CartPole-v1"):
         assert reference_scores(name) is None
+    for name in ("", "maze2d", "hopper-v7-x", "Hopper", "hoper", "hoper-medium-v2"):
+        meant = f"did you mean '{name.replace('hoper', 'hopper')}'" if "hoper" in name else ""
+        with one_error("USAGE", f"no reference scores under the name '{name}'.*{meant}"):
+            reference_scores(name)
 
 
 def test_gymnasium_ids_are_indicative() -> None:

@@ -476,6 +476,16 @@ def test_recipes_of_runs_that_inherited_options_are_read(own: Path) -> None:
     assert go.load_recipe("old.yaml") == recipe
 
 
+def test_the_card_of_a_policy_says_how_its_class_comes_in(own: Path) -> None:
+    folder = go.export_policy(train("run", evaluate__episodes=0, train__steps=3), "policy")
+    card = (folder / "README.md").read_text()
+    assert "decision-transformer" not in card and "- seed: 0" in card and "width 8" in card
+    code = card.partition("```python\n")[2].partition("```")[0].replace("THIS FOLDER", "policy")
+    names: dict[str, Any] = {}
+    exec(code.replace("RETURN", "-200.0"), names)
+    assert names["action"].shape == (1,) and np.isfinite(names["action"]).all()
+
+
 def test_a_file_of_other_content_is_another_part(own: Path) -> None:
     run = train("run", model__width=4, evaluate__episodes=0, train__steps=3)
     for folder, text in {"moved": NET, "other": f"{NET}\n"}.items():

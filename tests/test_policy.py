@@ -145,6 +145,7 @@ def test_a_run_becomes_a_folder_that_plays_the_same(tmp_path: Path, capsys: Capt
     assert failing_code(lambda: go.evaluate(folder, checkpoint="best")) == "USAGE"
 
     _, metadata, text = (folder / "README.md").read_text().split("---\n", 2)
+    assert "decision-transformer" in yaml.safe_load(metadata)["tags"] and "- seed: " in text
     (result,) = yaml.safe_load(metadata)["model-index"][0]["results"]
     assert result["metrics"][0] == {"type": "mean_reward", "value": expected["return"]}
     assert result["dataset"]["name"] == "Pendulum-v1" and "| -200 |" in text

@@ -8,6 +8,7 @@ is checked in `gear_offline.config.recipe`.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self

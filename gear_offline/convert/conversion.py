@@ -55,8 +55,8 @@ from gear_offline.dataset.scores import (
     ReferenceScores,
     RewardEdit,
     find_edit,
+    find_scores,
     known_scores,
-    reference_scores,
 )
 from gear_offline.dataset.shard import RESERVED_NAMES, digest
 from gear_offline.dataset.statistics import distribution
@@ -322,7 +322,7 @@ def _environment(
 ) -> RecordedEnvironment:
     """Return the environment that the caller names, or the source; with its reference scores."""
     for name in (info.reference_name, environment, info.environment_id):
-        scores = scores or info.scores or (reference_scores(name) if name else None)
+        scores = scores or info.scores or (find_scores(name) if name else None)
     known = info.environment_id if environment else None
     how = info.environment_options if known is None or is_same(environment, known) else {}
     if options is not None:

@@ -13,6 +13,7 @@ import csv
 import functools
 import re
 from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import PurePosixPath
 
@@ -92,6 +93,18 @@ def dataset_of_file(name: str) -> str | None:
     return _names().get(re.sub(_SUFFIXES, "", PurePosixPath(name).name))
 
 
+def find_scores(name: str) -> ReferenceScores | None:
+    """Return the reference scores of a dataset or an environment; None where none are known."""
+    if pair := _pair(name):
+        return ReferenceScores(name=name, minimum=pair[0], maximum=pair[1])
+    family, _, version = name.rpartition("-v")
+    if family not in _GYMNASIUM_FAMILIES or not version.isdecimal():
+        return None
+    minimum, maximum, _ = _table()[_GYMNASIUM_FAMILIES[family]]
+    note = _WALKER_NOTE if name == "Walker2d-v5" else _ENGINE_NOTE
+    return ReferenceScores(name=name, minimum=minimum, maximum=maximum, indicative=True, note=note)
+
+
 @check_arguments()
 def reference_scores(name: str) -> ReferenceScores | None:
     """Look up the reference scores of a dataset or an environment.
@@ -106,16 +119,18 @@ def reference_scores(name: str) -> ReferenceScores | None:
     Returns
     -------
     ReferenceScores or None
-        ``None`` when nothing is known about `name`.
+        ``None`` for a Gymnasium id (``"Pendulum-v1"``) for which D4RL has no scores.
+
+    Raises
+    ------
+    InputError
+        ``USAGE`` for any other name without scores.
     """
-    if pair := _pair(name):
-        return ReferenceScores(name=name, minimum=pair[0], maximum=pair[1])
-    family, _, version = name.rpartition("-v")
-    if family not in _GYMNASIUM_FAMILIES or not version.isdecimal():
-        return None
-    minimum, maximum, _ = _table()[_GYMNASIUM_FAMILIES[family]]
-    note = _WALKER_NOTE if name == "Walker2d-v5" else _ENGINE_NOTE
-    return ReferenceScores(name=name, minimum=minimum, maximum=maximum, indicative=True, note=note)
+    scores = find_scores(name)
+    is_id = re.fullmatch(r".+-v\d+", name) is not None
+    if scores is None and (not is_id or _similar(name)):
+        raise _no_scores(name)
+    return scores
 
 
 @check_arguments()
@@ -151,11 +166,22 @@ def normalized_score(value: float, refs: ReferenceScores | str) -> float:
 
 def known_scores(name: str) -> ReferenceScores:
     """Return the reference scores under a name that a user gave (``USAGE``)."""
-    scores = reference_scores(name)
+    scores = find_scores(name)
     if scores is None:
-        what = f"no reference scores under the name {name!r}"
-        raise InputError("USAGE", what, remedy="use a D4RL dataset name such as hopper-medium-v2")
+        raise _no_scores(name)
     return scores
+
+
+def _similar(name: str) -> list[str]:
+    """Return the name with scores that was probably meant, if any."""
+    families = {dataset.partition("-")[0] for dataset in _table()}
+    return get_close_matches(name, [*filter(_pair, sorted(families)), *_table()], 1, 0.8)
+
+
+def _no_scores(name: str) -> InputError:
+    remedy = "use a D4RL dataset name such as hopper-medium-v2"
+    remedy = f"did you mean {similar[0]!r}?" if (similar := _similar(name)) else remedy
+    return InputError("USAGE", f"no reference scores under the name {name!r}", remedy=remedy)
 
 
 # edits: what lies between the rewards of a dataset and those of its environment ---------------

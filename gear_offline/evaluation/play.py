@@ -26,7 +26,7 @@ from gear_offline.core.system import available_bytes, versions
 from gear_offline.core.text import count_text, say
 from gear_offline.core.torch_state import torch_threads
 from gear_offline.dataset.schema import channels_last, match_columns
-from gear_offline.dataset.scores import ReferenceScores, known_scores, reference_scores
+from gear_offline.dataset.scores import ReferenceScores, find_scores, known_scores
 from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.environments import EnvironmentFacts, Known, Options, known_of, weigh
 from gear_offline.evaluation.rollout import ActingPolicy, Environments, play_together, seeded, turns
@@ -363,7 +363,7 @@ def resolve_reference(
     A dataset's name (``hopper-medium-v2``) may give the pair, but whether the result can be
     called a D4RL score depends on the environment that was played; Gymnasium's are not D4RL's.
     """
-    own = reference_scores(environment_id)
+    own = find_scores(environment_id)
     if reference is None:
         return own
     if isinstance(reference, tuple):

@@ -10,7 +10,7 @@ from gear_offline.config.problems import nearest
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings, ModelSettings, OwnModelSettings
 from gear_offline.core.parts import Kind, check_admitted, find_part, is_admitted
-from gear_offline.dataset.scores import dataset_names, reference_scores
+from gear_offline.dataset.scores import dataset_names, find_scores
 from gear_offline.errors import InputError, UnavailableError, check_environment_id
 from gear_offline.evaluation.environments import ENVIRONMENTS, maker_of, unregistered
 from gear_offline.runs.callbacks import CALLBACKS
@@ -43,7 +43,7 @@ def check_recipe(recipe: Recipe, *, where: str = "") -> None:
     if isinstance(settings.reference, tuple) and settings.reference[0] >= settings.reference[1]:
         what = "evaluate.reference has no higher return, which is to count 100, behind the lower"
         raise InputError("RECIPE", what, where, "write [LOWER, HIGHER]")
-    if isinstance(settings.reference, str) and reference_scores(settings.reference) is None:
+    if isinstance(settings.reference, str) and find_scores(settings.reference) is None:
         guess = nearest(settings.reference, dataset_names())
         what = f"evaluate.reference must be a D4RL name, got {settings.reference!r}"
         remedy = f"did you mean {guess!r}?" if guess else "e.g. hopper-medium-v2, or null"

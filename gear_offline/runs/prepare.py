@@ -31,7 +31,7 @@ from gear_offline.core.system import available_bytes, versions
 from gear_offline.core.text import count_text, say, short, size_text, texts
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.growing import GrowingDataset
-from gear_offline.dataset.scores import reference_scores
+from gear_offline.dataset.scores import find_scores
 from gear_offline.dataset.statistics import distribution
 from gear_offline.distributed.world import World, resolve_device
 from gear_offline.errors import InputError, UnavailableError
@@ -329,7 +329,7 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
         environment = None
     scores, known = dataset.reference_scores, None
     if scores is not None and (is_own or environment is None):
-        is_named = reference_scores(scores.name) is not None
+        is_named = find_scores(scores.name) is not None
         known = scores.name if is_named else [scores.minimum, scores.maximum]
     changes: dict[str, Any] = {
         "data.admissions": dataset.admissions or None,

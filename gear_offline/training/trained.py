@@ -239,5 +239,5 @@ def trained_model(checkpoint: Checkpoint, kind: str | None = None) -> TrainedMod
     run = checkpoint.path  # a checkpoint that was copied out of its run
     if run.parent.name == "checkpoints":
         run = run.parent.parent
-    facts = PolicyFacts(name=run.name, step=checkpoint.state.step)
+    facts = PolicyFacts(name=run.name, step=checkpoint.state.step, seed=checkpoint.recipe.seed)
     return TrainedModel(model, checkpoint.recipe, checkpoint.state.window, facts, run)
