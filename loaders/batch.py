@@ -165,8 +165,8 @@ class Batch:
         """Return the batch with every tensor contiguous, copying only those that are not."""
         return self._map(lambda tensor: tensor.contiguous())
 
-    def part(self, segments: slice) -> Batch:
-        """Return some of the segments; views."""
+    def part(self, segments: slice | Tensor) -> Batch:
+        """Return some of the segments; of a slice views."""
         return self._map(lambda tensor: tensor[segments])
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:

@@ -26,7 +26,7 @@ from gear_offline.sampling import (
     parse_strategy,
 )
 from gear_offline.sampling.items import Items
-from gear_offline.sampling.registry import Selection, sampler_for
+from gear_offline.sampling.registry import Selection, check_repeats, sampler_for
 from gear_offline.tables.fields import standard_fields
 from gear_offline.tables.joint import JointDataset, Part, TableData, join_datasets
 from gear_offline.tables.table import TableOptions
@@ -105,6 +105,8 @@ def choose_sampler(
     if not isinstance(selection, Sampler):
         name, options = parse_strategy(selection)
         selection = sampler_for(name, dataset, options, context_length=context_length)
+    elif not selection.name:  # else it was made by its name
+        check_repeats(selection, type(selection).__name__)
     name, index, episodes = selection.name, selection.index, dataset.episodes
     if selection.padding not in (None, padding):
         what = f"padding={padding!r} is not usable with strategy {name!r}"

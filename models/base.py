@@ -237,6 +237,12 @@ class SequenceModel(nn.Module):
         """Return an action for each window: (B, A) floating, logits of discrete ones, or (B,)."""
         return window.last(self.predict(window))
 
+    def after_step(self) -> None:
+        """Do what is due once after each update of the weights, as target networks are moved.
+
+        Gradients are off.  In a CUDA graph it is captured with the step.
+        """
+
     def forward(self, batch: Any) -> Any:
         """Return the losses."""
         return self.losses(batch)

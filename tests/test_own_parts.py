@@ -197,11 +197,11 @@ def test_models_of_the_package_train_play_save_and_export(own: Path, name: str) 
         count = len(before)
         inputs: dict[str, Any] = {"observations": np.stack(seen[-CONTEXT:])[None]}
         inputs |= {"actions": before[None], "timesteps": np.arange(step + 1)[None, -count:]}
-        inputs["returns_to_go"] = np.full((1, count), 5.0, np.float32)
+        inputs["returns_to_go"] = (5.0 - inputs["timesteps"]).astype(np.float32)
         found = session.run(None, {key: value for key, value in inputs.items() if key in named})[0]
         np.testing.assert_allclose(found[0], action, rtol=1e-4, atol=1e-5)
         done.append(action)
-        other.observe_reward([0.0])
+        other.observe_reward([1.0])
 
 
 def test_a_class_of_this_process_is_trained_and_found_again(
@@ -350,7 +350,7 @@ def test_tied_weights_are_exported(own: Path) -> None:
 
 RAISES = """
     def checked(self, batch, states):
-        if (batch.states > 1).any():
+        if len(batch.actions) > 2 and (batch.states > 1).any():
             raise KeyError("not while capturing")
         return states
 
@@ -358,7 +358,7 @@ RAISES = """
 
 
 def test_what_a_model_raises_later_is_told_with_its_line(own: Path, monkeypatch: Patch) -> None:
-    """On data that are not zeros: in a step, in play, in an export, while a graph is captured."""
+    """Of batches unlike the trial's: in a step, in play, in an export, in a capture."""
     run = train("run", evaluate__episodes=0)
     text = NET.replace("    def hidden(", RAISES[1:]).replace(
         "[batch.states,", "[self.checked(batch, batch.states),"
@@ -367,6 +367,7 @@ def test_what_a_model_raises_later_is_told_with_its_line(own: Path, monkeypatch:
     line = r"raised KeyError: 'not while capturing', at .*net.py:\d+ in checked"
     with one_error("MODEL", f"step 1 of training {line}"):
         train("late", evaluate__episodes=0)
+    (own / "net.py").write_text(text.replace("len(batch.actions) > 2 and ", ""))
     with one_error("MODEL", rf"act\(\) {line}"):
         go.evaluate(run.path, model="net.py:Net", episodes=1, quiet=True)
     pytest.importorskip("onnxscript")
@@ -387,6 +388,7 @@ def test_what_a_model_raises_later_is_told_with_its_line(own: Path, monkeypatch:
         with capturing(None, None):
             learner.working(learner.take())
 
+    (own / "net.py").write_text(text)
     monkeypatch.setattr(torch.cuda, "graph", Graph)
     monkeypatch.setattr(Learner, "_advance", captures)
     monkeypatch.setattr(Learner, "will_capture", True)
@@ -431,6 +433,39 @@ def late(facts):
     del recipe["selection.half_life"]
     with one_error("SELECTION", "drawing raised KeyError: 'luck', at .*late.py:6 in sample"):
         go.train("smoke", recipe, out="run", quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("episodes", "told"),
+    [
+        ("np.random.randint(2, size=(steps, count))", "other segments each time"),
+        (
+            "np.random.default_rng([seed, first_step]).integers(2, size=(steps, count))",
+            "depend on how many steps are drawn at once",
+        ),
+        ("np.zeros(2, int)", "no starts inside"),
+        ("np.full((steps, count), 4)", "no starts inside"),
+    ],
+)
+def test_a_strategy_that_does_not_repeat_itself_is_refused(
+    own: Path, episodes: str, told: str
+) -> None:
+    (own / "odd.py").write_text(f"""
+import numpy as np
+from gear_offline.sampling import HostFunction, Segments
+
+def odd(facts):
+    def sample(seed, first_step, steps, count):
+        episodes = {episodes}
+        starts = np.zeros_like(episodes)
+        return Segments(episodes=episodes, starts=starts, probability=starts + 0.1)
+    return HostFunction(facts.episodes, sample)
+""")
+    dataset = go.open_dataset("dataset")
+    given: Any = runpy.run_path("odd.py")["odd"](dataset)
+    for selection in ("odd.py:odd", given):
+        with one_error("SELECTION", told):
+            go.GearLoader(dataset, 4, context_length=3, selection=selection, device="cpu")
 
 
 def test_what_cannot_be_compiled_is_told_with_what_to_type(own: Path, monkeypatch: Patch) -> None:

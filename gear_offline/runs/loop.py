@@ -38,7 +38,7 @@ from gear_offline.training.checkpoint import Keep, remove_partial
 from gear_offline.training.gradients import check_micro_batches
 from gear_offline.training.learner import Learner
 from gear_offline.training.saving import Saver, restore
-from gear_offline.training.seeding import deterministic
+from gear_offline.training.seeding import deterministic, own_random
 from gear_offline.training.stack import Stack
 
 PAUSE_SECONDS = 0.01  # of a run that waits for its evaluations
@@ -76,9 +76,9 @@ def train_run(
         recipe = Recipe.read(world.gather(settled)[0])
         held.enter_context(torch_alone(recipe.name, quiet=quiet))
 
-        # torch's state is the caller's again at the end
+        # what is set and drawn is the caller's again at the end
         held.enter_context(current(device))
-        held.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        held.enter_context(own_random(device))
         held.enter_context(run_settings(recipe))
         dataset = prepare_dataset(recipe, world=world, quiet=quiet)
         beginning = begin_run(

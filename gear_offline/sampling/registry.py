@@ -256,7 +256,9 @@ def build_sampler(name: object, facts: Facts, options: Mapping[str, Any]) -> Sam
     else:
         with calling_part(STRATEGIES, "drawing", known.name):
             drawn, again = (known.draw(own, **checked) for _ in range(2))
-            if not isinstance(drawn, Sampler):
+            if isinstance(drawn, Sampler):
+                check_repeats(drawn, known.name)
+            else:
                 drawn, again = (np.asarray(weights, np.float64) for weights in (drawn, again))
                 if not np.array_equal(drawn, again, equal_nan=True):
                     what, remedy = (
@@ -274,3 +276,24 @@ def build_sampler(name: object, facts: Facts, options: Mapping[str, Any]) -> Sam
     sampler.name, sampler.options = known.name, checked
     sampler.padding = sampler.padding or known.padding
     return sampler
+
+
+def check_repeats(sampler: Sampler, where: str = "") -> None:
+    """Refuse a sampler of one's own whose draws are no function of (seed, step)."""
+    with calling_part(STRATEGIES, "drawing", where):
+        draws = [sampler.sample(0, first, 2 - first, 2) for first in (0, 0, 1)]
+        both, again, second = [np.stack([each.episodes, each.starts]) for each in draws]
+    lengths, (episodes, starts) = sampler.index.lengths, both
+    is_inside = both.shape == (2, 2, 2) and both.min() >= 0 and episodes.max() < len(lengths)
+    problems = {
+        "draws are no starts inside their episodes, (steps, count)": is_inside
+        and bool((starts < lengths[episodes]).all()),
+        "it draws other segments each time": np.array_equal(both, again),
+        "draws of a step depend on how many steps are drawn at once": np.array_equal(
+            both[:, -1], second[:, -1]
+        ),
+    }
+    for what, holds in problems.items():
+        if not holds:
+            remedy = "draw each step by np.random.default_rng([seed, step])"
+            raise InputError("SELECTION", what, where, remedy)

@@ -59,8 +59,7 @@ class GradientPass:
         model = losses.model
         self.feedback, self._accumulate = feedback, accumulate
         self._device = next(model.parameters()).device
-        # FSDP casts by itself, and its weights are no longer float32 inside.
-        self._precision = None if parallel.sharded else precision
+        self._precision = precision
         whole = compiled and not (parallel.sharded or len(blocks_of(model)) >= BLOCKWISE_FROM)
         if compiled and not whole:
             compile_parts(model, sharded=parallel.sharded)

@@ -36,11 +36,17 @@ LINE = 64  # elements: gradients begin at cache lines, for wide loads, in 16 bit
 
 
 def why_not_captured(
-    recipe: Recipe, device: torch.device, world: World, loader: GearLoader, *, sharded: bool
+    recipe: Recipe,
+    device: torch.device,
+    world: World,
+    loader: GearLoader,
+    *,
+    sharded: bool,
+    freezes: str | None,
 ) -> str | None:
     """Return the reason not to capture steps as a CUDA graph, if there is one.
 
-    If the recipe insists, `UnavailableError` (``UNAVAILABLE``).
+    `freezes` is that of the model.  If the recipe insists, `UnavailableError` (``UNAVAILABLE``).
     """
     engine, learns = loader.engine, loader.loss_sampler is not None
     reason = capture_obstacle(
@@ -51,6 +57,7 @@ def why_not_captured(
         gathers=engine is not None,
         draws=engine is not None and engine.draws,
     )
+    reason = reason or freezes
     if device.type != "cuda" and recipe.train.graph != "off":
         reason = "CUDA graphs need a GPU"
     if reason and recipe.train.graph == "on":
@@ -153,9 +160,15 @@ class CapturedStep:
     """
 
     def __init__(
-        self, part: RunPart, gradients: GradientPass, feedback: DeviceFeedback | None, world: World
+        self,
+        part: RunPart,
+        gradients: GradientPass,
+        feedback: DeviceFeedback | None,
+        world: World,
+        *,
+        after_step: Callable[[], None],
     ) -> None:
-        self.part, self._gradients = part, gradients
+        self.part, self._gradients, self._after_step = part, gradients, after_step
         self._ranks: RankGradients | None = None
         self._size = world.size
         if world.size > 1:
@@ -186,6 +199,8 @@ class CapturedStep:
     def _run(self) -> None:
         self.part.batches.begin(timed=True)
         self.part.finish(self._pass(), self._gradients.parts)
+        with torch.no_grad():
+            self._after_step()
         self.part.batches.end(timed=True)
 
     def _rehearse(self) -> None:

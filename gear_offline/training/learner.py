@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gear_offline.config.recipe import Recipe
+from gear_offline.core.text import say
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.growing import GrowingDataset
 from gear_offline.distributed.world import World
@@ -37,11 +38,12 @@ from gear_offline.training.graph import CapturedStep, RunPart, start_compilers, 
 from gear_offline.training.model import make_training_model
 from gear_offline.training.optimizer import Optimizer
 from gear_offline.training.parallel import take_over
-from gear_offline.training.seeding import random_states, restore_random
+from gear_offline.training.seeding import random_states, restore_random, seed_host
 from gear_offline.training.trained import find_trained
 from gear_offline.training.window import ReportWindow
 
 MEASURED = ("step", "loss", "gradient_norm", "learning_rate")  # names that losses may have too
+WITHOUT_WEIGHTS = ("dropout", "attention", "inherited", "max_timestep")  # options of the moment
 SEED_STRIDE = 0x9E3779B97F4A7C15  # between the seeds of two ranks
 ITEMS, SELECTION = "items/", "selection/"  # before the names of their arrays in a checkpoint
 
@@ -71,16 +73,34 @@ class Learner:
         self.world = world = World() if world is None else world
         start = None if recipe.train.init is None else find_trained(recipe.train.init)
         self._start = None if start is None else start.window
-        weights = None if start is None else start.model.state_dict()
-        rewards = "rewards" in dataset.spec
-        built = make_training_model(recipe, sizes, device, world, weights, rewards=rewards)
+        if start is not None and start.run is not None and world.is_first:
+            _say_other_options(recipe, start.recipe)
+        self.growing, self._table, self._items = growing, GrowingTable(), Items(recipe)
+        opened = cache(partial(self._open_loader, dataset))
+        built = make_training_model(
+            recipe,
+            sizes,
+            device,
+            world,
+            lambda: opened().batch_at(0),
+            start and start.model,
+        )
+        for remark in built.trial.remarks if world.is_first else ():
+            say(remark)
         self.model, self.working, self.parallel = built.model, built.working, built.parallel
         self.precision, self.precision_reason = built.autocast, built.remark
-        self.growing, self._table, self._items = growing, GrowingTable(), Items(recipe)
-        self.loader = self._open_loader(dataset)
+        self.loader = opened()
+        if self.loader.loss_sampler is not None:
+            _check_learns(recipe, self.loader.selection.name, self.model)
         self._batches = iter(self.loader)
-        sharded = self.parallel.sharded
-        self.graph_reason = why_not_captured(recipe, device, world, self.loader, sharded=sharded)
+        self.graph_reason = why_not_captured(
+            recipe,
+            device,
+            world,
+            self.loader,
+            sharded=self.parallel.sharded,
+            freezes=built.trial.freezes,
+        )
         self.is_captured = self.graph_reason is None  # else steps are launched one by one
         if is_compiled(recipe.train) and self.is_captured:
             start_compilers()
@@ -99,18 +119,16 @@ class Learner:
             torch.manual_seed((recipe.seed + world.rank * SEED_STRIDE) % (1 << 63))
         segments, half = self.loader.rank_batch, built.half
         self.meter = Meter(recipe, self.model, segments, device, half=half)
-        self.loss_names = built.names
+        self.loss_names = built.trial.names
         self.step = 0
-        self.window = ReportWindow(recipe.train.log_every, device, len(built.names))
+        self.window = ReportWindow(recipe.train.log_every, device, len(self.loss_names))
 
     def _open_loader(self, dataset: TableData, *, step: int = 0) -> GearLoader:
         recipe, table = self.recipe, None
         sampler = recipe_sampler(recipe, dataset, items=self._items, step=step)
-        if sampler.loss_sampler is not None:
-            _check_learns(recipe, sampler.name, self.model)
         if self._start is not None:  # normalised by what it goes on from
             assert isinstance(dataset, Dataset), "a start is of one task"
-            dataset = _normalized_by(dataset, self._start)
+            dataset = _normalized_by(dataset, self._start, recipe.loader.observations)
         if self.growing is not None and self.world.size == 1:
             assert isinstance(dataset, Dataset), "data of several tasks do not grow"
             table = self._table.grow(dataset, loader_options(recipe, dataset))
@@ -220,6 +238,7 @@ class Learner:
 
     def _advance(self) -> None:
         if not self.is_captured:
+            seed_host(self.recipe.seed, self.world.rank, self.step)
             batch = self.take()
             with self.world.guard("training"):
                 loss = self._gradients(batch)
@@ -256,6 +275,8 @@ class Learner:
             if self.device.type == "cpu":
                 self.window.check(self.step + 1, self.recipe.name, newest=True)
             self.optimizer.update(self.step)
+        with torch.no_grad():
+            self.model.after_step()
         self.step += 1
         self.window.stop()
 
@@ -274,7 +295,9 @@ class Learner:
         alone = GradientPass(
             self.working, World(), compiled=compiled, feedback=feedback, precision=precision
         )
-        self._captured = CapturedStep(part, alone, feedback, self.world)
+        self._captured = CapturedStep(
+            part, alone, feedback, self.world, after_step=self.model.after_step
+        )
 
     def count_replay(self) -> None:
         """Count a captured step that was launched."""
@@ -413,15 +436,27 @@ def _check_learns(recipe: Recipe, strategy: str, model: SequenceModel) -> None:
         raise InputError("SELECTION", what, "train.skip", "use train.skip=[]")
 
 
-def _normalized_by(dataset: Dataset, window: Window) -> Dataset:
+def _say_other_options(recipe: Recipe, start: Recipe) -> None:
+    """Say which options of the model differ from those that the first weights were learnt with."""
+    now, before = recipe.model.model_dump(), start.model.model_dump()
+    differ = [
+        f"model.{name} {now[name]} in place of {value}"
+        for name, value in before.items()
+        if name in now and now[name] != value and name not in WITHOUT_WEIGHTS
+    ]
+    if differ:
+        say(f"train.init={recipe.train.init}: its weights go on with {', '.join(differ)}")
+
+
+def _normalized_by(dataset: Dataset, window: Window, observations: Sequence[str]) -> Dataset:
     """Return the dataset as if the moments of a window were those of its observations."""
     if not any(column.state_mean for column in window.columns):
         return dataset
     statistics = dict(dataset.manifest.statistics)
-    for column in window.columns:
+    for name, column in zip(observations, window.columns, strict=True):
         if column.state_mean is not None and column.state_std is not None:
-            own = statistics[column.name]
+            own = statistics[name]
             moments = {"mean": column.state_mean, "std": column.state_std}
-            update = {name: np.array(v).reshape(own.mean.shape) for name, v in moments.items()}
-            statistics[column.name] = own.model_copy(update=update)
+            update = {key: np.array(v).reshape(own.mean.shape) for key, v in moments.items()}
+            statistics[name] = own.model_copy(update=update)
     return replace(dataset, manifest=dataset.manifest.replaced(statistics=statistics), frozen=True)

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.parts import calling_part
 from gear_offline.core.text import count_text
 from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
 from gear_offline.loaders.batch import Batch
-from gear_offline.loaders.goals import GOALS
 from gear_offline.models.base import (
     MODELS,
     Losses,
     ModelFacts,
     ModelSizes,
-    PlayedWindow,
     SequenceModel,
+    calling_model,
     make_model,
-    total_loss,
     typed_settings,
 )
 from gear_offline.models.eight_bit import MULTIPLE
@@ -38,6 +32,7 @@ from gear_offline.tables.fields import STATES, is_image
 from gear_offline.tables.joint import TableData, data_name, parts_of
 from gear_offline.training.cost import has_half_gradients
 from gear_offline.training.parallel import Parallel, choose_parallel, shard_model, take_over
+from gear_offline.training.trial import Trial, try_model
 
 
 def data_sizes(
@@ -86,7 +81,7 @@ class TrainingModel:
 
     model: SequenceModel  # the parameters, float32, of which a rank may have shards
     working: Losses  # what steps compute with: of the model, or of a bfloat16 copy
-    names: tuple[str, ...]  # of its losses, if they are several
+    trial: Trial
     half: bool  # products are in bfloat16
     autocast: torch.dtype | None  # type that is left for autocast
     remark: str  # on the types, as a clause to print
@@ -109,46 +104,59 @@ def make_training_model(
     sizes: ModelSizes,
     device: torch.device,
     world: World,
-    start: Mapping[str, Tensor] | None = None,
-    rewards: bool = True,
+    first_batch: Callable[[], Batch],
+    start: SequenceModel | None = None,
 ) -> TrainingModel:
     """Build the model of a recipe on `device`; the ranks call this together.
 
-    Weights are drawn from torch's random numbers, or are those of `start`.  `rewards`: windows have
-    them, and returns-to-go.
+    Weights are drawn from torch's random numbers, or are those of `start`.  What is not of the
+    package is tried on the `first_batch`.
     """
     precision, reason = resolve_precision(recipe.train.precision, device)
     half = precision is not None
     model = recipe_model(recipe, sizes)
     if start is not None:
+        _check_start(model, start)
         try:
-            take_over(model.state_dict(), start)
+            take_over(model.state_dict(), start.state_dict())
         except KeyError as error:
             what, remedy = str(error.args[0]), "give the recipe the model.* options of that run"
             raise InputError("MODEL", what, "train.init", remedy) from error
-    names, frozen = tuple[str, ...](), 0
-    if recipe.model.kind not in MODELS.own:
-        names, frozen = try_model(model.to(device), device, precision, rewards=rewards)
+    narrow, trial = has_half_gradients(recipe, half=half), Trial()
+    moves = type(model).after_step is not SequenceModel.after_step
+    if narrow and (moves or any(buffer.is_floating_point() for buffer in model.buffers())):
+        narrow, reason = False, f"{reason}; what is not learnt needs float32 weights"
+    is_own = recipe.model.kind in MODELS.own
+    if not is_own:
+        trial = try_model(
+            model,
+            first_batch(),
+            precision=precision,
+            narrow=narrow,
+            recompute=recipe.train.recompute,
+        )
+    for name, parameter in model.named_parameters():
+        if name in trial.unreached:
+            parameter.requires_grad_(False)
     learning = model.learning()  # freezes what the loss never reaches
     if recipe.train.recompute:
         model.recompute()
     parameters = sum(parameter.numel() for parameter in learning)
     parallel = choose_parallel(recipe, parameters, world, device, half=half)
-    narrow = has_half_gradients(recipe, half=half)
-    if narrow and any(buffer.is_floating_point() for buffer in model.buffers()):
-        narrow, reason = False, f"{reason}; its buffers need float32 weights"
     working = Losses(model)
     if parallel.sharded:
         shard_model(working, device, world, precision, parallel, half_gradients=narrow)
     else:
         model.to(device)
     model.train()
-    autocast = precision
+    # somebody else's model gives weights in 16 bits states in 32
+    autocast = None if is_own and (parallel.sharded or narrow) else precision
     if parallel.sharded and half:  # FSDP casts weights as it collects them
         sums = "bfloat16" if narrow else "float32"
         reason = f"bfloat16 products of float32 shards, {sums} sums of gradients"
     elif narrow:
-        working, autocast = copy.deepcopy(working), None
+        with calling_model(model, "copying it", "use train.weights=fp32"):
+            working = copy.deepcopy(working)
         working.to(precision)
         for module, copied in zip(model.modules(), working.model.modules(), strict=True):
             copied._buffers = module._buffers  # one state of both
@@ -161,105 +169,23 @@ def make_training_model(
         reason += (
             "; blocks multiply in 8 bits" if obstacle is None else f"; not in 8 bits: {obstacle}"
         )
-    if frozen:
-        reason += f"; {count_text(frozen, 'parameter')} that no loss reaches stay as they are"
-    return TrainingModel(model, working, names, half, autocast, reason, parallel)
+    if trial.unreached:
+        count = count_text(len(trial.unreached), "parameter")
+        reason += f"; {count} that no loss reaches stay as they are"
+    return TrainingModel(model, working, trial, half, autocast, reason, parallel)
 
 
-def try_model(
-    model: SequenceModel, device: torch.device, precision: torch.dtype | None, *, rewards: bool
-) -> tuple[tuple[str, ...], int]:
-    """Try a stranger's model on two windows, and undo what that leaves behind.
-
-    Returns the names of its losses, if they are several, and how many tensors no loss reaches; they
-    are frozen.  What it gives in another form than it must is ``MODEL``, and so is what it raises.
-    """
-    name, facts = type(model).__name__, model.facts
-    shape = (2, facts.context_length)
-    ramp = torch.arange(2.0 * shape[1] * facts.state_width, device=device) % 7 / 10
-    states = facts.states(ramp.reshape(*shape, -1))
-    numbers = torch.zeros(shape, dtype=torch.int64, device=device)
-    zeros = torch.zeros((*shape, 1), device=device)
-    actions = numbers if facts.discrete else zeros.repeat(1, 1, facts.action_dim)
-    goals = states[:, :1] if facts.goals else None
-    bounds = torch.arange(1, len(facts.tasks), device=device) if len(facts.tasks) > 1 else None
-    batch = Batch(
-        states=states,
-        actions=actions,
-        rewards=zeros if rewards else None,
-        returns_to_go=zeros if rewards else None,
-        timesteps=torch.arange(shape[1], device=device).expand(shape),
-        attention_mask=numbers + 1,
-        segments=torch.zeros((2, 2), dtype=torch.int64, device=device),
-        extras={} if goals is None else {GOALS: goals},
-        task_bounds=bounds,
-    )
-    asked = None if facts.goals else zeros
-    window = PlayedWindow(states, actions, asked, goals, batch.timesteps, numbers[:, 0])
-    kept = [buffer.clone() for buffer in model.buffers()]
-    devices = [device] if device.type == "cuda" else []
-    half = torch.autocast(device.type, dtype=precision, enabled=precision is not None)
-    trial = "trying its losses" + ("" if rewards else " on data without rewards")
-    with torch.random.fork_rng(devices), calling_part(MODELS, trial, name):
-        with half, warnings.catch_warnings():
-            warnings.filterwarnings("error", "Using a target size")  # a mean over a broadcast
-            losses = model.train().losses(batch)
-        values: Any = list(losses.values()) if isinstance(losses, dict) else [losses]
-        wrong = [x for x in values if not isinstance(x, Tensor) or x.shape != shape]
-        if wrong or not values or not isinstance(losses, dict):
-            shapes = [tuple(getattr(x, "shape", ())) or type(x).__name__ for x in wrong or values]
-            what = f"losses() gave {type(losses).__name__} of {shapes}, not a dict of tensors "
-            what += f"(B, K), here {shape}"
-            remedy = 'return {"action": ((predicted - batch.actions) ** 2).mean(-1)}'
-            raise InputError("MODEL", what, name, remedy)
-        total: Any = total_loss(losses).sum()
-        if not total.requires_grad:
-            what = "no loss reaches a parameter that learns"
-            raise InputError("MODEL", what, name, "give it one, such as nn.Linear")
-        total.backward()
-    with (
-        torch.random.fork_rng(devices),
-        calling_part(MODELS, "trying act()", name),
-        torch.no_grad(),
-    ):
-        is_float = (chosen := model.eval().act(copy.deepcopy(window))).is_floating_point()
-        wanted: Any = (2, facts.action_dim) if is_float or not facts.discrete else (2,)
-        if chosen.shape != wanted or not (is_float or facts.discrete):
-            what = f"act() gave {chosen.dtype} of shape {tuple(chosen.shape)}, not floats {wanted}"
-            raise InputError("MODEL", what, name, "return one action for each window")
-        if obstacle := _obstacle(model, window, batch):
-            raise InputError("MODEL", obstacle[0], name, obstacle[1])
-    frozen = [p for p in model.parameters() if p.requires_grad and p.grad is None]
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-    model.zero_grad(set_to_none=True)
-    for buffer, before in zip(model.buffers(), kept, strict=True):
-        buffer.copy_(before)
-    return tuple(losses) if len(losses) > 1 else (), len(frozen)
-
-
-def _obstacle(model: SequenceModel, window: PlayedWindow, batch: Batch) -> tuple[str, str] | None:
-    """Return a fault of a model and its remedy: weights are not saved, or it sees its action."""
-    if odd := [key for key, value in model.state_dict().items() if not isinstance(value, Tensor)]:
-        return f"its state dict has {odd[0]}, which is no tensor", "make it a buffer"
-    again = make_model(model.part[0], model.facts, model.settings).to(window.actions.device).eval()
-    again.load_state_dict(model.state_dict())
-    if _differ(lambda which: which.act(copy.deepcopy(window)), model, again):
-        what = "made anew with its state dict it acts otherwise: what it has learnt would be lost"
-        return what, "keep modules in nn.ModuleList, tensors in nn.Parameter or register_buffer"
-    (other := copy.deepcopy(batch)).actions[:, -1] += 1
-    is_own = type(model).predict is not SequenceModel.predict
-    if is_own and _differ(lambda seen: model.predict(copy.deepcopy(seen))[:, -1], batch, other):
-        what = "predict() of a step depends on the action of that step, unknown while acting"
-        return what, "use those of the steps before: torch.roll(batch.actions, 1, 1)"
-    return None
-
-
-def _differ(call: Callable[[Any], Tensor], argument: Any, other: Any) -> bool:
-    """Return true if a call that repeats itself gives something else for another argument."""
-    values = [(torch.manual_seed(0), call(x).float())[1] for x in (argument, argument, other)]
-    near = partial(torch.allclose, values[0], rtol=1e-3, atol=1e-5, equal_nan=True)
-    return near(values[1]) and not near(values[2])
+def _check_start(model: SequenceModel, start: SequenceModel) -> None:
+    """Refuse weights of a model whose inputs or outputs mean something else."""
+    own, others = model.facts, start.facts
+    for name in ("columns", "action_dim", "discrete", "goals"):
+        now, before = getattr(own, name), getattr(others, name)
+        if now != before:
+            if name == "columns":
+                now, before = ("; ".join(c.text for c in columns) for columns in (now, before))
+            what = f"{name} of that model are {before}, here they are {now}"
+            remedy = "give the recipe what that run had, columns in their order "
+            raise InputError("MODEL", what, "train.init", f"{remedy}(loader.observations)")
 
 
 def eight_bit_obstacle(recipe: Recipe, device: torch.device, world: World) -> str | None:

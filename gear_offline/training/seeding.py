@@ -7,10 +7,12 @@ libraries may time several and keep the fastest.  `deterministic` leaves kernels
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -48,6 +50,40 @@ def deterministic(wanted: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)
         cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32 = benchmark, one_order, tf32
         torch.set_float32_matmul_precision(precision)
+
+
+@contextmanager
+def own_random(device: torch.device) -> Iterator[None]:
+    """Put the random numbers of torch, NumPy and Python back at the end."""
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+
+
+def seed_host(*words: int) -> None:
+    """Seed the random numbers of NumPy and Python by integers below ``2**64``."""
+    halves = [half for word in words for half in (word & 0xFFFFFFFF, word >> 32)]
+    np.random.seed(halves)
+    random.seed(repr(halves))
+
+
+def seed_all(seed: int) -> None:
+    """Seed the random numbers of torch, NumPy and Python."""
+    torch.manual_seed(seed)
+    seed_host(seed)
+
+
+def host_random(device: torch.device) -> dict[str, Any]:
+    """Return the states of the random numbers that no CUDA graph of the device draws."""
+    _, numbers, place, *_ = np.random.get_state()
+    states = {"numpy.random": (bytes(numbers), place), "Python's random": random.getstate()}
+    if device.type == "cuda":
+        states["torch's generator of the CPU"] = bytes(torch.get_rng_state().numpy())
+    return states
 
 
 def random_states(world: World, device: torch.device) -> dict[str, Tensor]:

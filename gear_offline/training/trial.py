@@ -1,0 +1,351 @@
+"""The trial of somebody else's model before it is trained: real steps, and some questions.
+
+No type says what a model must keep.  So it is tried on two windows of the first batch.  The model
+itself is never called: two others are, made anew with its weights.  A fault is ``MODEL``; what a
+run can live with is a remark.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gear_offline.core.parts import calling_part
+from gear_offline.errors import InputError
+from gear_offline.loaders.batch import Batch
+from gear_offline.models.base import (
+    MODELS,
+    PlayedWindow,
+    SequenceModel,
+    calling_model,
+    make_model,
+    total_loss,
+)
+from gear_offline.training.seeding import host_random, own_random, seed_all
+
+FAINT = 0.02  # weights that begin below it hide what they multiply
+EXACT, ALIKE = 1e-5, 1e-3  # shares of the largest number by which equal results may differ
+DEEPEST = 3  # objects in objects whose attributes are compared
+MODULE = frozenset(vars(nn.Module()))  # attributes that torch gives every module
+LATER = {  # what predict() of a step must not depend on, by the field of the batch
+    "states": "states after step {}",
+    "actions": "the action of that step or later ones, from step {} on",
+    "rewards": "the reward of that step or later ones, from step {} on",
+    "returns_to_go": "returns after step {}",
+    "timesteps": "timesteps after step {}",
+    "attention_mask": "whether steps follow step {}",
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The result of a trial; the default is that of a model of the package."""
+
+    names: tuple[str, ...] = ()  # of its losses, if they are several
+    unreached: frozenset[str] = frozenset()  # parameters that no loss reaches
+    remarks: tuple[str, ...] = ()  # a line each
+    freezes: str | None = None  # the reason not to capture its steps as a CUDA graph
+
+
+def try_model(
+    model: SequenceModel,
+    batch: Batch,
+    *,
+    precision: torch.dtype | None,
+    narrow: bool,
+    recompute: bool,
+) -> Trial:
+    """Try a model on a real batch.
+
+    `precision` is the type of autocast.  With `narrow` steps run on a copy of the weights in it.
+    """
+    with own_random(batch.device):
+        trier = _Trier(model, batch, precision)
+        trial = trier.ask_losses()
+        trier.ask_act()
+        if recompute:
+            trier.ask_recomputed()
+        if type(model).predict is not SequenceModel.predict:
+            trier.ask_predict()
+        if narrow:
+            trier.ask_narrow()
+    return replace(trial, remarks=tuple(trier.remarks))
+
+
+class _Trier:
+    """Two models like `model`, and what they are asked."""
+
+    def __init__(self, model: SequenceModel, batch: Batch, precision: torch.dtype | None) -> None:
+        self.model, self.name, self.precision = model, type(model).__name__, precision
+        self.remarks, self.drawn = list[str](), set[str]()
+        self.counts: list[str] = []  # attributes that change from step to step
+        if odd := [key for key, v in model.state_dict().items() if not isinstance(v, Tensor)]:
+            what = f"its state dict has {odd[0]}, which is no tensor"
+            raise self._fault(what, "make it a buffer")
+        fullest = batch.attention_mask.sum(1).argsort(descending=True, stable=True)
+        self.batch = batch.part(fullest.repeat(2)[:2]).contiguous()
+        self.fresh, self.tried = self._made_anew(1), self._made_anew(2)
+        models = (self.fresh, self.tried)
+        self._start = {which: [t.clone() for t in _unlearnt(which)] for which in models}
+
+    def ask_losses(self) -> Trial:
+        """Ask one model for a step, the other for the same step after one on another batch."""
+        other = copy.deepcopy(self.batch)
+        for name in (*LATER,)[:4]:
+            self._move(other, name, 0)
+        first = self._step(self.fresh, self.batch)
+        self._step(self.tried, other)
+        after = self._step(self.tried, self.batch)
+        reason = f"its losses draw from {' and '.join(sorted(self.drawn))}" if self.drawn else None
+        self.counts = _differing(_attributes(self.fresh), _attributes(self.tried))
+        if self.counts:
+            reason = f"Python counts in {self.counts[0]}"
+            what = f"changes {', '.join(self.counts[:5])} from step to step, and no checkpoint has "
+            self._remark(f"{what}such an attribute: make it a buffer (register_buffer)")
+        elif any(_apart(first[name], after[name], EXACT) for name in first):
+            reason = "its losses change by what is in Python"
+            what = "has other losses for the same batch, weights and seed: keep what changes in "
+            self._remark(f"{what}buffers, and draw by torch, numpy.random or random")
+        named = self.fresh.named_parameters()
+        return Trial(
+            names=tuple(first) if len(first) > 1 else (),
+            unreached=frozenset(n for n, p in named if p.requires_grad and p.grad is None),
+            freezes=reason and f"{reason}: numbers of Python are the same in each replay",
+        )
+
+    def ask_act(self) -> None:
+        """Ask for actions: of both models, by another seed, and in each window alone."""
+        facts = self.model.facts
+        with torch.no_grad(), calling_part(MODELS, "trying act()", self.name):
+            window = self._window()
+            chosen = self._act(self.tried, window)
+            is_float = chosen.is_floating_point()
+            wanted: Any = (2, facts.action_dim) if is_float or not facts.discrete else (2,)
+            if chosen.shape != wanted or not (is_float or facts.discrete):
+                what = f"act() gave {chosen.dtype} of shape {tuple(chosen.shape)}, not floats "
+                raise self._fault(f"{what}{wanted}", "return one action for each window")
+            if _apart(chosen, self._act(self.tried, window), EXACT):
+                what = "acts otherwise each time in the same situation: keep nothing from one act()"
+                self._remark(f"{what} to the next, and draw by torch, numpy.random or random")
+                return
+            if not self.counts and _apart(chosen, self._act(self.fresh, window)):
+                what = "made anew with its state dict it acts otherwise: what it has learnt would "
+                remedy = "keep modules in nn.ModuleList, tensors in nn.Parameter or register_buffer"
+                raise self._fault(f"{what}be lost", remedy)
+            if _apart(chosen, self._act(self.tried, window, seed=1), EXACT):
+                what = "draws random numbers while it acts, as dropout does that heeds no eval()"
+                self._remark(f"{what}: the same situation gives other actions")
+                return
+            alone = [self._act(self.tried, window, rows=slice(n, n + 1)) for n in range(2)]
+            if _apart(chosen, torch.cat(alone)):
+                what = "its action in one environment depends on those beside it in the batch"
+                remedy = "keep windows apart: theirs is the first dimension (batch_first=True)"
+                raise self._fault(what, remedy)
+
+    def ask_recomputed(self) -> None:
+        """Ask for the step again with blocks that are computed twice."""
+        with calling_model(self.model, "trying train.recompute"):
+            self.fresh.recompute()
+            self._step(self.fresh, self.batch)
+        pairs = list(zip(self.fresh.named_parameters(), self.tried.parameters(), strict=True))
+        wrong = [n for (n, p), q in pairs if p.grad is not None and _apart(p.grad, q.grad)]
+        buffers = zip(self.fresh.named_buffers(), self.tried.buffers(), strict=True)
+        wrong = [n for (n, b), c in buffers if _apart(b, c)] or [f"gradient of {n}" for n in wrong]
+        if wrong:
+            what = f"computed twice, its blocks give another {wrong[0]}"
+            raise self._fault(what, "use train.recompute=false")
+
+    def ask_predict(self) -> None:
+        """Ask whether the action of a step depends on what comes after it."""
+        batch, most = copy.deepcopy(self.batch), self.model.facts.context_length
+        batch.attention_mask.fill_(1)
+        with torch.no_grad(), calling_part(MODELS, "trying predict()", self.name):
+            right = self._predict(batch)
+            if _apart(right, self._predict(batch), EXACT):
+                return  # a remark says that it draws
+            for step in sorted({0, most // 2, most - 1}):
+                leaks = []
+                for name, text in LATER.items():
+                    other = copy.deepcopy(batch)
+                    self._move(other, name, step + (name not in ("actions", "rewards")))
+                    if _apart(right[:, step], self._predict(other)[:, step]):
+                        leaks.append(text.format(step))
+                if leaks:
+                    what = f"predict()[:, {step}] depends on {' and '.join(leaks)}, "
+                    remedy = "use a causal mask, and actions of the steps before: "
+                    remedy += "before = torch.roll(batch.actions, 1, 1); before[:, 0] = 0"
+                    raise self._fault(f"{what}unknown while acting", remedy)
+
+    def ask_narrow(self) -> None:
+        """Ask for a step by weights in 16 bits."""
+        with calling_model(self.model, "trying 16-bit weights", "use train.weights=fp32"):
+            self.tried.to(self.precision)
+            total_loss(self._losses(self.tried, self.batch)).sum().backward()
+
+    def _made_anew(self, seed: int) -> SequenceModel:
+        """Return another model with the same weights; faint ones are raised, alike in each."""
+        seed_all(seed)
+        made = make_model(self.model.part[0], self.model.facts, self.model.settings)
+        made.load_state_dict(self.model.state_dict())
+        generator = torch.Generator().manual_seed(0)
+        for weights in made.parameters():
+            if weights.requires_grad and weights.numel() and weights.abs().max() < FAINT:
+                nn.init.normal_(weights, std=FAINT, generator=generator)
+        return made.to(self.batch.device)
+
+    def _window(self) -> PlayedWindow:
+        """Return what acting shows: a window of one step, and a full one."""
+        batch = self.batch
+        steps = torch.arange(self.model.facts.context_length, device=batch.device)
+        place = steps[[0, -1]]
+        is_real, is_done = steps <= place[:, None], steps < place[:, None]
+        features = self.tried.eval().remember(batch.states)
+        asked = batch.get("returns_to_go", torch.zeros_like(features[..., :1]))
+        return PlayedWindow(
+            self.tried.recalled(features * is_real.unsqueeze(-1)),
+            batch.actions * is_done.view(2, -1, *[1] * (batch.actions.ndim - 2)),
+            None if self.model.facts.goals else asked * is_real.unsqueeze(-1),
+            batch.goals,
+            batch.timesteps * is_real,
+            place,
+        )
+
+    def _act(
+        self, model: SequenceModel, window: PlayedWindow, seed: int = 0, rows: slice = slice(2)
+    ) -> Tensor:
+        seed_all(seed)
+        fields = {n: v for n, v in vars(window).items() if n not in ("noise", "padding")}
+        cut = tree_map(lambda value: None if value is None else value[rows].clone(), fields)
+        return model.eval().act(PlayedWindow(**cut))
+
+    def _predict(self, batch: Batch) -> Tensor:
+        seed_all(0)
+        return self.tried.eval().predict(copy.deepcopy(batch))
+
+    def _step(self, model: SequenceModel, batch: Batch) -> dict[str, Tensor]:
+        """Do a step without its update, always from the same state; return the losses."""
+        with torch.no_grad():
+            for tensor, start in zip(_unlearnt(model), self._start[model], strict=True):
+                tensor.copy_(start)
+        model.zero_grad(set_to_none=True)
+        shape = tuple(batch.attention_mask.shape)
+        with calling_part(MODELS, "trying its losses", self.name):
+            losses = self._losses(model, batch)
+            values: Any = list(losses.values()) if isinstance(losses, dict) else [losses]
+            wrong = [x for x in values if not isinstance(x, Tensor) or x.shape != shape]
+            if wrong or not values or not isinstance(losses, dict):
+                shown = wrong or values
+                shapes = [tuple(getattr(x, "shape", ())) or type(x).__name__ for x in shown]
+                what = f"losses() gave {type(losses).__name__} of {shapes}, not a dict of tensors "
+                remedy = 'return {"action": ((predicted - batch.actions) ** 2).mean(-1)}'
+                raise self._fault(f"{what}(B, K), here {shape}", remedy)
+            total = total_loss(losses).sum()
+            if not total.requires_grad:
+                what = "no loss reaches a parameter that learns"
+                raise self._fault(what, "give it one, such as nn.Linear")
+            total.backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad(), calling_part(MODELS, "trying after_step()", self.name):
+            model.after_step()
+        return {name: loss.detach() for name, loss in losses.items()}
+
+    def _losses(self, model: SequenceModel, batch: Batch) -> Any:
+        """Return what `losses` gives, and take note of what it draws from besides torch."""
+        seed_all(0)
+        kind, device = self.precision, batch.device
+        before = host_random(device)
+        half = torch.autocast(device.type, dtype=kind, enabled=kind is not None)
+        with half, warnings.catch_warnings():
+            warnings.filterwarnings("error", "Using a target size")  # a mean over a broadcast
+            losses = model.train().losses(copy.deepcopy(batch))
+        self.drawn |= {name for name, state in host_random(device).items() if state != before[name]}
+        return losses
+
+    def _move(self, batch: Batch, name: str, first: int) -> None:
+        """Change a field of a batch in place, from the step `first` on."""
+        field = batch.get(name)
+        for values in field.values() if isinstance(field, Mapping) else filter(_is_there, [field]):
+            later = values[:, first:]
+            if name in ("timesteps", "attention_mask"):
+                later.zero_()
+            elif later.is_floating_point():
+                later.add_(1 + later.abs())
+            elif later.dtype == torch.uint8:
+                later.copy_(255 - later)
+            else:
+                later.copy_((later + 1) % self.model.facts.action_dim)
+
+    def _fault(self, what: str, remedy: str) -> InputError:
+        return InputError("MODEL", what, self.name, remedy)
+
+    def _remark(self, text: str) -> None:
+        self.remarks.append(f"{self.name} {text}")
+
+
+def _is_there(value: object) -> bool:
+    return value is not None
+
+
+def _unlearnt(model: SequenceModel) -> list[Tensor]:
+    """Return what changes without the optimiser: buffers and frozen parameters."""
+    return [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)]
+
+
+def _apart(values: Tensor, others: Tensor, share: float = ALIKE) -> bool:
+    """Return true if tensors differ by more than a share of their largest number."""
+    values, others = values.double(), others.double()
+    near = share * float(values.abs().nan_to_num().max()) + share / 100 if values.numel() else 0.0
+    return not torch.allclose(values, others, rtol=0.0, atol=near, equal_nan=True)
+
+
+def _attributes(model: SequenceModel) -> dict[str, Any]:
+    """Return plain attributes of a model's modules, and of its class, by name."""
+    classes = [c for c in type(model).__mro__ if not c.__module__.startswith(("gear_", "torch."))]
+    found = {name: v for c in reversed(classes) for name, v in vars(c).items() if name[:2] != "__"}
+    for path, module in model.named_modules():
+        dot = path and f"{path}."
+        found |= {f"{dot}{name}": v for name, v in vars(module).items() if name not in MODULE}
+    return {name: _content(value) for name, value in found.items()}
+
+
+def _content(value: Any, depth: int = 0) -> list[Any]:
+    """Return the numbers, texts, arrays and states of generators in a value."""
+    content = list[Any]()
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, np.random.Generator):
+            content.append(repr(leaf.bit_generator.state))
+        elif isinstance(leaf, random.Random):
+            content.append(leaf.getstate())
+        elif isinstance(leaf, torch.Generator):
+            content.append(leaf.get_state())
+        elif isinstance(leaf, Tensor):
+            content.append(leaf.detach().clone())
+        elif isinstance(leaf, int | float | str | bytes | np.ndarray | np.generic | set | None):
+            content.append(copy.copy(leaf))
+        elif depth < DEEPEST and not callable(leaf) and hasattr(leaf, "__dict__"):
+            content += _content({str(name): v for name, v in vars(leaf).items()}, depth + 1)
+    return content
+
+
+def _differing(some: Mapping[str, list[Any]], others: Mapping[str, list[Any]]) -> list[str]:
+    """Return the names under which two models have other content."""
+
+    def same(one: Any, other: Any) -> bool:
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            return one.shape == other.shape and not _apart(one, other, EXACT)
+        return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else one == other
+
+    return [
+        name
+        for name, content in others.items()
+        if len(content) != len(some.get(name, ()))
+        or not all(map(same, some.get(name, ()), content))
+    ]
