@@ -167,6 +167,8 @@ class SequenceModel(nn.Module):
         Names of parameters that Adam updates at a constant rate, neither clipped nor decayed.
     short_windows
         True if `act` takes windows of fewer than K steps.
+    sees_timesteps
+        True if `act` depends on the window's timesteps; the trial before training finds out.
     stochastic
         True if `act` draws actions by the window's noise.
     bounded
@@ -202,6 +204,7 @@ class SequenceModel(nn.Module):
     part: tuple[str, str] = ("", "")  # its name, and the digest of its file
     steady: tuple[str, ...] = ()
     short_windows: bool = False
+    sees_timesteps: bool = True
     stochastic: bool = False
     compiled: tuple[str, ...] = ()
     formula: str = ""
@@ -249,6 +252,16 @@ class SequenceModel(nn.Module):
 
     def loss(self, batch: TrainingBatch, *, valid_steps: Tensor | float | None = None) -> Tensor:
         """Return the scalar loss of a batch; `valid_steps` as in `mean_loss`."""
+        facts, states = self.facts, getattr(batch, "states", None)
+        sizes = {
+            "actions": (batch.actions[0, 0].numel(), 1 if facts.discrete else facts.action_dim)
+        }
+        if isinstance(states, Tensor) and not any(column.frames for column in facts.columns):
+            sizes["states"] = (states[0, 0].numel(), facts.state_width)
+        if wrong := [name for name, (given, own) in sizes.items() if given != own]:
+            given, own = (", ".join(f"{n} of {sizes[n][side]}" for n in wrong) for side in (0, 1))
+            what = f"the batch has {given}, the model takes {own}"
+            raise InputError("MODEL", what, wrong[0], "build the model for these data")
         return mean_loss(total_loss(self.losses(batch)), batch.attention_mask, valid_steps)
 
     def remember(self, states: Any) -> Tensor:
@@ -318,6 +331,7 @@ class SequenceModel(nn.Module):
         name = name or part_name(type(self))
         document: dict[str, Any] = {"kind": name, "digest": digest or digest_of(name)}
         document["facts"] = self.facts.model_dump(mode="json")
+        document["sees_timesteps"] = self.sees_timesteps
         return json.dumps(document | {"settings": settings_dump(self.settings)}, indent=1)
 
 
@@ -443,4 +457,6 @@ def remade(document: Mapping[str, Any], kind: str) -> SequenceModel:
     facts = ModelFacts.model_validate_json(json.dumps(document["facts"]))
     wanted = model_class(kind).Settings
     settings = TypeAdapter(wanted).validate_json(json.dumps(document["settings"]))
-    return make_model(kind, facts, settings)
+    model = make_model(kind, facts, settings)
+    model.sees_timesteps = bool(document.get("sees_timesteps", model.sees_timesteps))
+    return model

@@ -30,6 +30,7 @@ class MLP(SequenceModel):
     """A perceptron of the last states, with or without a condition."""
 
     Settings = MLPSettings
+    sees_timesteps = False
     formula = "6 FLOP a weight and step"
 
     def __init__(self, facts: ModelFacts, settings: MLPSettings) -> None:

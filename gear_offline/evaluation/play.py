@@ -349,7 +349,7 @@ def timestep_warning(report: EvaluationReport, model: SequenceModel) -> str | No
     most = model.facts.max_timestep
     lengths = [n for task in report.tasks for target in task.targets for n in target.lengths]
     longer = sum(n > most for n in lengths)
-    if not longer or model.part[0] == "mlp":  # which sees no timesteps
+    if not longer or not model.sees_timesteps:
         return None
     what = f"{longer:,} of {count_text(len(lengths), 'episode')} outlasted model.max_timestep"
     return f"{what}: the model was shown each step after {most:,} as that one"

@@ -203,20 +203,22 @@ def _differences(before: Recipe, now: Recipe, step: int, *, is_resolved: bool) -
 class RunDirectory(HeldDirectory):
     """A run directory held for writing; with `resume` a run that is already there is accepted.
 
-    Until `begin` nothing in it changes, so that a run that is refused leaves what was there.
+    Until `begin` nothing in it changes, so that a run that is refused leaves what was there.  A new
+    run that ends before it has logged or saved anything leaves nothing.
     """
 
     def __init__(self, path: Path, *, resume: bool = False) -> None:
         self.path = path
         check_place(path, resume=resume)
+        self._is_new, self.checkpoints = not is_run(path), path / "checkpoints"
         what, remedy = "another process is writing this run", "wait for it, or train elsewhere"
         super().__init__(path, taken=InputError("RUN_LOCKED", what, str(path), remedy))
         try:
             check_place(path, resume=resume)  # another process may have begun a run meanwhile
         except InputError:
+            self._is_new = False
             self.close()
             raise
-        self.checkpoints = path / "checkpoints"
 
     def begin(self, recipe: Recipe, *, step: int) -> None:
         """Make the run's first changes: store its recipe, remove what comes after `step`."""
@@ -226,6 +228,20 @@ class RunDirectory(HeldDirectory):
         for done, path in list_checkpoints(self.checkpoints):
             if done > step:  # passed over: it would count as saved, and as the newest to keep
                 remove_checkpoint(path)
+
+    def close(self) -> None:
+        """Let others write; remove a new run that has come to nothing."""
+        is_new, self._is_new = self._is_new, False
+        with suppress(OSError, InputError):
+            self.check_place()
+            records = [self.path / name for name in FILES]
+            is_begun = any(file.is_file() and file.stat().st_size for file in records)
+            if is_new and not is_begun and not list_checkpoints(self.checkpoints):
+                for folder in ("checkpoints", "tensorboard"):
+                    shutil.rmtree(self.path / folder, ignore_errors=True)
+                for file in (*records, self.path / "recipe.yaml"):
+                    file.unlink(missing_ok=True)
+        super().close()
 
     def branch(self, start: Path) -> Path:
         """Copy the checkpoint `start` and its run's records.

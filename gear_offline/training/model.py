@@ -135,6 +135,7 @@ def make_training_model(
             narrow=narrow,
             recompute=recipe.train.recompute,
         )
+        model.sees_timesteps = trial.sees_timesteps
     for name, parameter in model.named_parameters():
         if name in trial.unreached:
             parameter.requires_grad_(False)

@@ -53,6 +53,7 @@ class Trial:
     names: tuple[str, ...] = ()  # of its losses, if they are several
     unreached: frozenset[str] = frozenset()  # parameters that no loss reaches
     remarks: tuple[str, ...] = ()  # a line each
+    sees_timesteps: bool = True  # while it acts
     freezes: str | None = None  # the reason not to capture its steps as a CUDA graph
 
 
@@ -78,7 +79,8 @@ def try_model(
             trier.ask_predict()
         if narrow:
             trier.ask_narrow()
-    return replace(trial, remarks=tuple(trier.remarks))
+    seen = trier.sees_timesteps
+    return replace(trial, remarks=tuple(trier.remarks), sees_timesteps=seen)
 
 
 class _Trier:
@@ -87,6 +89,7 @@ class _Trier:
     def __init__(self, model: SequenceModel, batch: Batch, precision: torch.dtype | None) -> None:
         self.model, self.name, self.precision = model, type(model).__name__, precision
         self.remarks, self.drawn = list[str](), set[str]()
+        self.sees_timesteps = True
         self.counts: list[str] = []  # attributes that change from step to step
         if odd := [key for key, v in model.state_dict().items() if not isinstance(v, Tensor)]:
             what = f"its state dict has {odd[0]}, which is no tensor"
@@ -137,6 +140,8 @@ class _Trier:
                 what = "acts otherwise each time in the same situation: keep nothing from one act()"
                 self._remark(f"{what} to the next, and draw by torch, numpy.random or random")
                 return
+            moved = replace(window, timesteps=facts.max_timestep - 1 - window.timesteps)
+            self.sees_timesteps = _apart(chosen, self._act(self.tried, moved))
             if not self.counts and _apart(chosen, self._act(self.fresh, window)):
                 what = "made anew with its state dict it acts otherwise: what it has learnt would "
                 remedy = "keep modules in nn.ModuleList, tensors in nn.Parameter or register_buffer"
