@@ -4,19 +4,24 @@ import faulthandler
 import os
 import signal
 import sys
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 from gear_offline.cli.main import main
 from gear_offline.config.recipe import load_recipe
 from gear_offline.distributed.world import peers
 from gear_offline.errors import InputError
 from gear_offline.runs.loop import train_run
+from gear_offline.training.checkpoint import list_checkpoints
 from gear_offline.training.learner import Learner
 from tests.ranks_support import fork_ranks, launch, ranks_recipe
-from tests.support import make_dataset, one_error, write_hdf5
+from tests.support import ROOT, make_dataset, one_error, write_hdf5
+from tests.test_docs import blocks
 from tests.training_support import measured
 
 
@@ -92,6 +97,40 @@ def test_ranks_learn_what_one_process_learns(torchrun: bool, tmp_path: Path) -> 
     assert [record["step"] for record in several] == [5, 10, 15, 20, 25, 30]
     for mine, theirs in zip(several, one, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "decoupled"])
+def test_other_models_learn_on_two_ranks_what_they_learn_on_one(kind: str, tmp_path: Path) -> None:
+    data = make_dataset(tmp_path, [9, 30, 4, 17, 25]).path
+    changes = [f"model.kind={kind}", "train.steps=5", "train.log_every=1"]
+    recipe = ranks_recipe(tmp_path / "ranks.yaml", data, *changes)
+    alone = train_run(load_recipe(recipe), out=tmp_path / "alone", quiet=True)
+    trained(2, recipe, tmp_path / "run", 5)
+    for mine, theirs in zip(measured(tmp_path / "run"), measured(alone), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_slow_copy_is_moved_once_an_update(parallel: str, tmp_path: Path) -> None:
+    """The model of the page, on two ranks by micro-batches, then resumed: NumPy moves its copy."""
+    page = blocks((ROOT / "docs" / "how-to" / "own-model.md").read_text(), "python")
+    code = next(block for block in page if "class Slow" in block)
+    (tmp_path / "slow.py").write_text(f"import gear_offline as go\nfrom torch import nn\n{code}")
+    data, run = make_dataset(tmp_path, [9, 30, 4, 17, 25]).path, tmp_path / "run"
+    changes = [f"model.kind={tmp_path}/slow.py:Slow", f"train.parallel={parallel}"]
+    changes += ["train.accumulate=2", "train.checkpoint_every=1", "train.keep_checkpoints=9"]
+    recipe = ranks_recipe(tmp_path / "ranks.yaml", data, *changes)
+    trained(2, recipe, run, 2)
+    trained(2, recipe, run, 4)
+    places = [place for _, place in list_checkpoints(run / "checkpoints")]
+    saved = [load_file(place / "model.safetensors") for place in places]
+    assert len(saved) == 4
+    for before, after in pairwise(saved):
+        for name in ("weight", "bias"):
+            slow, fast = before[f"slow.{name}"], after[f"fast.{name}"]
+            moved = slow + 0.05 * (fast - slow)
+            np.testing.assert_allclose(after[f"slow.{name}"], moved, rtol=1e-5, atol=1e-7)
+            assert not np.array_equal(after[f"slow.{name}"], slow)
 
 
 def kill_once(rank: int, step: int) -> None:
