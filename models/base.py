@@ -252,16 +252,8 @@ class SequenceModel(nn.Module):
 
     def loss(self, batch: TrainingBatch, *, valid_steps: Tensor | float | None = None) -> Tensor:
         """Return the scalar loss of a batch; `valid_steps` as in `mean_loss`."""
-        facts, states = self.facts, getattr(batch, "states", None)
-        sizes = {
-            "actions": (batch.actions[0, 0].numel(), 1 if facts.discrete else facts.action_dim)
-        }
-        if isinstance(states, Tensor) and not any(column.frames for column in facts.columns):
-            sizes["states"] = (states[0, 0].numel(), facts.state_width)
-        if wrong := [name for name, (given, own) in sizes.items() if given != own]:
-            given, own = (", ".join(f"{n} of {sizes[n][side]}" for n in wrong) for side in (0, 1))
-            what = f"the batch has {given}, the model takes {own}"
-            raise InputError("MODEL", what, wrong[0], "build the model for these data")
+        if facts := getattr(self, "facts", None):
+            _check_sizes(facts, getattr(batch, "states", None), batch.actions)
         return mean_loss(total_loss(self.losses(batch)), batch.attention_mask, valid_steps)
 
     def remember(self, states: Any) -> Tensor:
@@ -333,6 +325,19 @@ class SequenceModel(nn.Module):
         document["facts"] = self.facts.model_dump(mode="json")
         document["sees_timesteps"] = self.sees_timesteps
         return json.dumps(document | {"settings": settings_dump(self.settings)}, indent=1)
+
+
+def _check_sizes(facts: ModelFacts, states: Any, actions: Tensor) -> None:
+    """Refuse states and actions of other sizes than the model's."""
+    sizes = {}
+    if isinstance(states, Tensor) and not any(column.frames for column in facts.columns):
+        sizes["states"] = (prod(states.shape[2:]), facts.state_width)
+    if actions.is_floating_point() and not facts.discrete:
+        sizes["actions"] = (prod(actions.shape[2:]), facts.action_dim)
+    if wrong := [name for name, (given, own) in sizes.items() if given != own]:
+        given, own = (", ".join(f"{n} of {sizes[n][side]}" for n in wrong) for side in (0, 1))
+        what = f"the batch has {given}, the model takes {own}"
+        raise InputError("MODEL", what, wrong[0], "build the model for these data")
 
 
 class Losses(nn.Module):

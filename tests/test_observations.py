@@ -236,8 +236,8 @@ def test_the_rest_of_the_house_counts_the_columns(run: go.Run, data: Path, tmp_p
     assert again.recipe.loader.normalize_states
     order = list(reversed(run.recipe.loader.observations))
     with one_error("MODEL", "columns of that model are .*here they are .*in their order"):
-        more["loader.observations"] = order
-        go.train("smoke", {**RECIPE, **more, "loader.context_length": SPAN}, out=tmp_path / "s")
+        other = {**RECIPE, **more, "loader.context_length": SPAN, "loader.observations": order}
+        go.train("smoke", other, out=tmp_path / "s")
 
 
 # environments of Dict spaces -------------------------------------------------------------------

@@ -274,6 +274,15 @@ def doubled(episode):
             "the action of that step",
         ),
         (
+            ("self.lstm(hidden)[0]", "hidden.flip(1).cumsum(1).flip(1)"),
+            r"predict\(\)\[:, 0\] depends on states after step 0.* actions? ",
+        ),
+        (
+            ("self.lstm(hidden)[0]", "0.0 * hidden + batch.returns_to_go.amax(1, keepdim=True)"),
+            r"predict\(\)\[:, 0\] depends on returns after step 0, unknown",
+        ),
+        ((", batch_first=True", ""), "those beside it in the batch"),
+        (
             (
                 "self.action = nn.Linear(settings.width, facts.action_dim)",
                 "maps = [nn.Linear(settings.width, facts.action_dim)]\n"
@@ -307,6 +316,84 @@ def test_what_a_model_does_wrong_is_told_before_training(
     (own / "net.py").write_text(NET.replace(*change))
     with one_error("MODEL", told):
         train("run", evaluate__episodes=0)
+
+
+DRAWS = """
+import random
+import numpy as np
+import torch
+import gear_offline as go
+
+
+class Draws(go.SequenceModel):
+    def __init__(self, facts, settings):
+        super().__init__(facts, settings)
+        self.map = torch.nn.Linear(facts.state_dim, facts.action_dim)
+
+    def predict(self, batch):
+        return self.map(batch.states)
+
+    def losses(self, batch):
+        loss = super().losses(batch)["action"]
+        drawn = torch.from_numpy(np.random.random(tuple(loss.shape))) + random.random()
+        return {"action": loss * drawn.float(), "drawn": 0 * loss + drawn.mean().float()}
+
+
+class Counts(Draws):
+    seen = 0
+
+    def predict(self, batch):
+        return torch.nn.functional.dropout(self.map(batch.states), 0.3)
+
+    def losses(self, batch):
+        self.seen += 1
+        return {"action": super().losses(batch)["action"] * self.seen}
+
+
+class Twice(Draws):
+    def __init__(self, facts, settings):
+        super().__init__(facts, settings)
+        self.norm = torch.nn.BatchNorm1d(facts.state_dim)
+        self.blocks = [self.norm]
+
+    def predict(self, batch):
+        return self.map(self.norm(batch.states.flatten(0, 1)).view_as(batch.states))
+"""
+
+
+def test_draws_of_numpy_and_python_are_a_run_s_own(own: Path, capsys: Captured) -> None:
+    (own / "draws.py").write_text(DRAWS)
+    changes = {**options(), "model.kind": "draws.py:Draws", "evaluate.episodes": 0}
+    np.random.seed(0)
+    whole = go.train("smoke", changes, out="whole")
+    assert np.random.random() == np.random.RandomState(0).random_sample(), "the caller's go on"
+    with interrupted_in(5), pytest.raises(TrainingInterrupted):
+        go.train("smoke", changes, out="cut", quiet=True)
+    assert learnt(go.train("cut", resume=True, quiet=True).path) == learnt(whole.path)
+    drawn = [record["drawn"] for record in read_records(whole.path / "metrics.jsonl")]
+    assert len(set(drawn)) == len(drawn) and "Draws has" not in capsys.readouterr().err
+
+
+def test_what_a_run_can_live_with_is_a_line(own: Path, capsys: Captured) -> None:
+    (own / "draws.py").write_text(DRAWS)
+    changes = {"evaluate__episodes": 0, "train__steps": 1, "train__log_every": 1}
+    run = train("counts", model__kind="draws.py:Counts", **changes)
+    said = capsys.readouterr().err
+    assert "Counts changes seen from step to step" in said and "draws random numbers" in said
+    assert run.policy(device="cpu").model.sees_timesteps is False, "no timestep moves its actions"
+    with one_error("MODEL", "computed twice, its blocks give another norm.running_mean"):
+        train("twice", model__kind="draws.py:Twice", train__recompute=True, **changes)
+    assert not Path("twice").exists()
+
+
+def test_sizes_of_other_batches_are_named_on_both_sides(own: Path) -> None:
+    model = train("run", evaluate__episodes=0, train__steps=1).policy(device="cpu").model
+    wide = make_dataset(own / "wide", LENGTHS, state_dim=4, action_dim=2)
+    batch = next(go.GearLoader(wide, 2, context_length=CONTEXT, device="cpu"))
+    with one_error(
+        "MODEL", "batch has states of 4, actions of 2, the model takes states of 3, act"
+    ):
+        model.loss(batch)
 
 
 @pytest.mark.parametrize(

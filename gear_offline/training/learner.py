@@ -83,7 +83,7 @@ class Learner:
             device,
             world,
             lambda: opened().batch_at(0),
-            start and start.model,
+            None if start is None else start.model,
         )
         for remark in built.trial.remarks if world.is_first else ():
             say(remark)

@@ -79,8 +79,9 @@ def seed_all(seed: int) -> None:
 
 def host_random(device: torch.device) -> dict[str, Any]:
     """Return the states of the random numbers that no CUDA graph of the device draws."""
-    _, numbers, place, *_ = np.random.get_state()
-    states = {"numpy.random": (bytes(numbers), place), "Python's random": random.getstate()}
+    numbers: Any = np.random.get_state()
+    states: dict[str, Any] = {"Python's random": random.getstate()}
+    states["numpy.random"] = (numbers[1].tobytes(), numbers[2])
     if device.type == "cuda":
         states["torch's generator of the CPU"] = bytes(torch.get_rng_state().numpy())
     return states

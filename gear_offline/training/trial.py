@@ -161,10 +161,11 @@ class _Trier:
         with calling_model(self.model, "trying train.recompute"):
             self.fresh.recompute()
             self._step(self.fresh, self.batch)
-        pairs = list(zip(self.fresh.named_parameters(), self.tried.parameters(), strict=True))
-        wrong = [n for (n, p), q in pairs if p.grad is not None and _apart(p.grad, q.grad)]
+        pairs: Any = zip(self.fresh.named_parameters(), self.tried.parameters(), strict=True)
+        gradients = {f"gradient of {name}": (p.grad, q.grad) for (name, p), q in pairs}
         buffers = zip(self.fresh.named_buffers(), self.tried.buffers(), strict=True)
-        wrong = [n for (n, b), c in buffers if _apart(b, c)] or [f"gradient of {n}" for n in wrong]
+        twins = {name: (b, c) for (name, b), c in buffers} | gradients
+        wrong = [name for name, (b, c) in twins.items() if b is not None and _apart(b, c)]
         if wrong:
             what = f"computed twice, its blocks give another {wrong[0]}"
             raise self._fault(what, "use train.recompute=false")
@@ -194,7 +195,8 @@ class _Trier:
         """Ask for a step by weights in 16 bits."""
         with calling_model(self.model, "trying 16-bit weights", "use train.weights=fp32"):
             self.tried.to(self.precision)
-            total_loss(self._losses(self.tried, self.batch)).sum().backward()
+            total: Any = total_loss(self._losses(self.tried, self.batch)).sum()
+            total.backward()
 
     def _made_anew(self, seed: int) -> SequenceModel:
         """Return another model with the same weights; faint ones are raised, alike in each."""
@@ -253,11 +255,11 @@ class _Trier:
                 what = f"losses() gave {type(losses).__name__} of {shapes}, not a dict of tensors "
                 remedy = 'return {"action": ((predicted - batch.actions) ** 2).mean(-1)}'
                 raise self._fault(f"{what}(B, K), here {shape}", remedy)
-            total = total_loss(losses).sum()
+            total: Any = total_loss(losses).sum()
             if not total.requires_grad:
                 what = "no loss reaches a parameter that learns"
                 raise self._fault(what, "give it one, such as nn.Linear")
-            total.backward()  # type: ignore[no-untyped-call]
+            total.backward()
         with torch.no_grad(), calling_part(MODELS, "trying after_step()", self.name):
             model.after_step()
         return {name: loss.detach() for name, loss in losses.items()}
