@@ -72,6 +72,10 @@ def test_what_was_made_for_nothing_goes(tmp_path: Path) -> None:
     with RunDirectory(path) as run:
         run.begin(load_recipe("paper"), step=0)
     assert sorted(os.listdir(path)) == [".lock", "recipe.yaml"]
+    with pytest.raises(ValueError, match="step 1"), RunDirectory(tmp_path / "runs" / "c") as run:
+        run.begin(load_recipe("paper"), step=0)
+        raise ValueError("step 1")
+    assert not run.path.exists()
     assert code_of(tmp_path / "other" / ("x" * 300), resume=False) == "OUTPUT_WRITE"
     assert not (tmp_path / "other").exists()
 

@@ -204,7 +204,7 @@ class RunDirectory(HeldDirectory):
     """A run directory held for writing; with `resume` a run that is already there is accepted.
 
     Until `begin` nothing in it changes, so that a run that is refused leaves what was there.  A new
-    run that ends before it has logged or saved anything leaves nothing.
+    run that fails before it has logged or saved anything leaves nothing.
     """
 
     def __init__(self, path: Path, *, resume: bool = False) -> None:
@@ -216,7 +216,6 @@ class RunDirectory(HeldDirectory):
         try:
             check_place(path, resume=resume)  # another process may have begun a run meanwhile
         except InputError:
-            self._is_new = False
             self.close()
             raise
 
@@ -229,19 +228,18 @@ class RunDirectory(HeldDirectory):
             if done > step:  # passed over: it would count as saved, and as the newest to keep
                 remove_checkpoint(path)
 
-    def close(self) -> None:
-        """Let others write; remove a new run that has come to nothing."""
-        is_new, self._is_new = self._is_new, False
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Let others write; after an error remove a new run that has come to nothing."""
         with suppress(OSError, InputError):
             self.check_place()
             records = [self.path / name for name in FILES]
             is_begun = any(file.is_file() and file.stat().st_size for file in records)
-            if is_new and not is_begun and not list_checkpoints(self.checkpoints):
+            if error and self._is_new and not is_begun and not list_checkpoints(self.checkpoints):
                 for folder in ("checkpoints", "tensorboard"):
                     shutil.rmtree(self.path / folder, ignore_errors=True)
                 for file in (*records, self.path / "recipe.yaml"):
                     file.unlink(missing_ok=True)
-        super().close()
+        self.close()
 
     def branch(self, start: Path) -> Path:
         """Copy the checkpoint `start` and its run's records.
