@@ -48,6 +48,7 @@ from gear_offline.models.decision_transformer import (
     build_model,
     trainable_parameters,
 )
+from gear_offline.models.hugging_face import from_released, to_released
 from gear_offline.models.policy import Policy
 from gear_offline.runs.loop import train_run
 from gear_offline.sweep.run import run_trials
@@ -153,7 +154,7 @@ def train_released(
         max_timestep=max(1000, int(dataset.episodes.lengths.max())),
         context_length=settings.context_length,
     )
-    model = copy_of(ours).to(torch.device(device)).train()  # type: ignore[arg-type, unused-ignore]
+    model = to_released(ours).to(torch.device(device)).train()  # type: ignore[arg-type, unused-ignore]
     sampling = PaperSampling(dataset, settings, seed=seed)
     parameters = trainable_parameters(model)
     optimizer = torch.optim.AdamW(
@@ -172,13 +173,6 @@ def train_released(
         optimizer.step()
     model.cpu()  # waits for the GPU
     return model, time.perf_counter() - began
-
-
-def copy_of(model: DecisionTransformerModel) -> DecisionTransformerModel:
-    """Return the released class with the weights of a model."""
-    released = DecisionTransformerModel(model.config)
-    released.load_state_dict(model.state_dict())
-    return released
 
 
 def released_run(path: Path, options: argparse.Namespace, seed: int) -> dict[str, Any]:
@@ -254,18 +248,20 @@ def judge_ours(path: Path, options: argparse.Namespace, seed: int) -> dict[str, 
 
 
 def judge(
-    model: DecisionTransformerModel, dataset: Dataset, options: argparse.Namespace
+    model: DecisionTransformer | DecisionTransformerModel,
+    dataset: Dataset,
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
     """Return the loss on fixed windows, and the returns for each target."""
     settings = settings_of(options)
-    judged = copy_of(model).eval()
+    judged = model if isinstance(model, DecisionTransformerModel) else to_released(model)
+    judged.eval()
     probe = PaperSampling(dataset, settings, seed=PROBE_SEED).batch(PROBE_WINDOWS)
     with torch.no_grad():
         figures: dict[str, Any] = {"probe_loss": float(released_loss(judged, probe))}
     if options.episodes == 0 or dataset.environment_id is None:
         return figures
-    actor = DecisionTransformer(model.config)
-    actor.load_state_dict(model.state_dict())
+    actor = from_released(judged)
     statistics = dataset.statistics["observations"]
     policy = Policy(
         actor,

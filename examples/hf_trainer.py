@@ -16,8 +16,8 @@ whose tooling expects a `Trainer`.  What it takes care of, each for a reason:
 - `per_device_train_batch_size` only feeds the logged rates; without it they assume 8.
 - Resuming skips no batches (`ignore_data_skip=True`): that would draw all of them again.  The
   position of the loader, one number, lies in each checkpoint and is set back.
-- The statistics that the states were normalised with are part of the model's configuration, so
-  whoever loads the weights has them.
+- Each checkpoint has a policy folder: with the weights it keeps the statistics that the states were
+  normalised with.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class GearTrainer(Trainer):
         self, model: DecisionTransformer, loader: GearLoader, arguments: TrainingArguments
     ) -> None:
         self.loader = loader
-        super().__init__(model=model, args=arguments, callbacks=[SavePosition(loader)])
+        super().__init__(model=model, args=arguments, callbacks=[SavePosition(model, loader)])
 
     def get_train_dataloader(self) -> Any:
         """Give the loader itself, not prepared: it knows its share of each batch."""
@@ -101,10 +101,10 @@ class Batches:
 
 
 class SavePosition(TrainerCallback):
-    """Writes the position of the loader into each checkpoint."""
+    """Writes the policy, and the position of the loader, into each checkpoint."""
 
-    def __init__(self, loader: GearLoader) -> None:
-        self.loader = loader
+    def __init__(self, model: DecisionTransformer, loader: GearLoader) -> None:
+        self.model, self.loader = model, loader
 
     def on_save(
         self,
@@ -116,6 +116,8 @@ class SavePosition(TrainerCallback):
         """The `Trainer` draws a step's batches inside the step, so the position is exact here."""
         if state.is_world_process_zero:
             folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+            policy = Policy(self.model, **dict(self.loader.window))
+            policy.save(folder / "policy", overwrite=True)
             partial = folder / f"{POSITION}.partial"
             partial.write_text(json.dumps(self.loader.state_dict()))
             partial.replace(folder / POSITION)
@@ -143,12 +145,12 @@ def training_arguments(
     return TrainingArguments(**(options | changes))
 
 
-def make_model(loader: GearLoader, *, returns_scale: float, **sizes: Any) -> DecisionTransformer:
-    """Build a model for the loader's data; its configuration carries what acting needs."""
+def make_model(loader: GearLoader, **sizes: Any) -> DecisionTransformer:
+    """Build a model for the loader's data."""
     dataset = loader.dataset
     assert isinstance(dataset, Dataset), "several tasks have no statistics in common"
-    spec, statistics = dataset.spec, dataset.statistics["observations"]
-    longest, actions = int(dataset.episodes.lengths.max()), spec["actions"]
+    spec, longest = dataset.spec, int(dataset.episodes.lengths.max())
+    actions = spec["actions"]
     discrete = actions.dtype.kind in "iub"
     acted = dataset.statistics["actions"]
     options: dict[str, Any] = {
@@ -162,22 +164,7 @@ def make_model(loader: GearLoader, *, returns_scale: float, **sizes: Any) -> Dec
     model = build_model(**(options | sizes))
     check_timesteps(longest - 1, model.config.max_ep_len)
     trainable_parameters(model)  # freezes what the loss does not reach
-    model.config.state_mean = [float(x) for x in statistics.mean]
-    model.config.state_std = [float(x) for x in statistics.std]
-    model.config.returns_scale = returns_scale
     return model
-
-
-def load_policy(checkpoint: Path) -> Policy:
-    """Load the weights and the statistics they were trained with."""
-    model = DecisionTransformer.from_pretrained(checkpoint)
-    return Policy(
-        model,
-        state_mean=model.config.state_mean,
-        state_std=model.config.state_std,
-        returns_scale=model.config.returns_scale,
-        context_length=model.config.context_length,
-    )
 
 
 def last_checkpoint(out: Path) -> Path | None:
@@ -193,20 +180,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--out", type=Path, default=Path("runs/hf"))
     options = parser.parse_args()
-    returns_scale, batch_size = 1000.0, 64
+    batch_size = 64
     arguments = training_arguments(
         options.out, steps=options.steps, batch_size=batch_size, save_steps=500
     )
     loader = GearLoader(
         open_dataset(options.dataset),
         batch_size=batch_size,
-        returns_scale=returns_scale,
+        returns_scale=1000.0,
         normalize_states=True,
         device=arguments.device,
         world=joined_world(),
     )
     set_seed(arguments.seed)
-    model = make_model(loader, returns_scale=returns_scale)
+    model = make_model(loader)
     trainer = GearTrainer(model, loader, arguments)
     last = last_checkpoint(options.out)
     if last is None:

@@ -23,7 +23,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from gear_offline.config.problems import nearest, problem_text
-from gear_offline.config.sections import ModelSettings, OwnModelSettings, option_names
+from gear_offline.config.sections import (
+    RELEASED,
+    ModelSettings,
+    OwnModelSettings,
+    option_names,
+)
 from gear_offline.core.parts import (
     Kind,
     calling_part,
@@ -50,6 +55,7 @@ MODELS = Kind(
         "decision_transformer": "gear_offline.models.decision_transformer:DecisionTransformer",
         "decoupled": "gear_offline.models.decoupled:Decoupled",
         "mlp": "gear_offline.models.mlp:MLP",
+        RELEASED: "gear_offline.models.hugging_face:Released",
     },
 )
 
@@ -400,6 +406,17 @@ def evaluation_mode(model: SequenceModel) -> Iterator[None]:
         model.train()
         for module, mode in modes:
             module.training = mode
+
+
+def assign_weights(
+    model: nn.Module, weights: Mapping[str, Tensor], *, copied: bool = False
+) -> None:
+    """Take weights as a model's own, or with `copied` their values; `ValueError` of others."""
+    wanted = model.state_dict()
+    if {name: w.shape for name, w in wanted.items()} != {n: w.shape for n, w in weights.items()}:
+        raise ValueError("the weights do not fit the configuration")
+    typed = {name: weights[name].to(like.dtype) for name, like in wanted.items()}
+    model.load_state_dict(typed, assign=not copied)
 
 
 def make_model(kind: str, facts: ModelFacts, settings: Any) -> SequenceModel:

@@ -1,25 +1,22 @@
-"""The transformer block of the Decision Transformer, on the released class's own weights.
+"""The transformer blocks of the Decision Transformer, with the released class's parameter names.
 
 Shape legend: B windows, T tokens (three a step), H hidden size, N heads, D = H / N.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.models.decision_transformer.modeling_decision_transformer import (
-    DecisionTransformerGPT2Attention,
-    DecisionTransformerGPT2Block,
-)
-from transformers.pytorch_utils import Conv1D
 
 from gear_offline.kernels.relu_linear import relu_linear
 from gear_offline.kernels.short_attention import packed_attention, supports_packed
 from gear_offline.models.eight_bit import eight_bit_linear
 from gear_offline.models.narrow import compute_dtype
+from gear_offline.models.transformer_config import ACTIVATIONS, TransformerConfig
 
 WIDE = 256  # of the hidden size: below it matrix products are too small to gain
 
@@ -86,22 +83,13 @@ def _has_fast_dropout(values: Tensor) -> bool:
 
 
 def attend_eagerly(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mask: Tensor | None,
-    scale: float,
-    dropout: float,
-    kept: list[Tensor] | None = None,
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, scale: float, dropout: float
 ) -> Tensor:
-    """`attend` by plain products, as the released class's eager attention; `kept` gets weights."""
+    """`attend` by plain products, as the released class's eager attention."""
     if mask is None:
         mask = causal_mask(query.shape[-2], device=query.device)
     scores = torch.matmul(query, key.transpose(-1, -2)) * scale
     weights = scores.float().masked_fill(~mask, float("-inf")).softmax(-1).to(query.dtype)
-    if kept is not None:
-        kept.append(weights)
     return torch.matmul(F.dropout(weights, dropout, training=dropout > 0.0), value)
 
 
@@ -122,35 +110,82 @@ def dense_mask(attention_mask: Tensor, tokens: int = 3) -> Tensor:
     return (causal_mask(count, device=valid.device) & valid[:, None, None, :]) | own
 
 
-class Block(DecisionTransformerGPT2Block):  # type: ignore[no-untyped-call]
-    """A pre-norm block with the released block's parameters and its own forward.
+class Map(nn.Module):
+    """A linear map whose weight is stored (inputs, outputs), as in GPT-2's files."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(inputs, outputs))
+        self.bias = nn.Parameter(torch.zeros(outputs))
+        nn.init.normal_(self.weight, std=0.02)  # GPT-2's, whatever the configuration says
+
+    def forward(self, rows: Tensor) -> Tensor:
+        flat = torch.addmm(self.bias, rows.view(-1, rows.shape[-1]), self.weight)
+        return flat.view(*rows.shape[:-1], -1)
+
+
+class Attention(nn.Module):
+    """The maps of a block's attention: (B, T, H) -> (B, T, 3H) packed, and (B, T, H) -> the same.
+
+    `Block` computes with them.
+    """
+
+    def __init__(self, config: TransformerConfig, layer: int) -> None:
+        super().__init__()
+        self.num_heads = config.n_head
+        scale = (config.hidden_size // config.n_head) ** -0.5 if config.scale_attn_weights else 1.0
+        by_layer = config.scale_attn_by_inverse_layer_idx
+        self.scaling = scale / (layer + 1) if by_layer else scale
+        self.c_attn = Map(config.hidden_size, 3 * config.hidden_size)
+        self.c_proj = Map(config.hidden_size, config.hidden_size)
+
+
+class FeedForward(nn.Module):
+    """The maps of a block's MLP, H -> 4H -> H, and its activation; `Block` computes with them."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        width = 4 * config.hidden_size if config.n_inner is None else config.n_inner
+        self.c_fc = Map(config.hidden_size, width)
+        self.c_proj = Map(width, config.hidden_size)
+        self.act = ACTIVATIONS[config.activation_function]()
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block.
 
     Blocks are called as modules, so hooks, FSDP2 wrapping and per-block compilation work.
     """
 
     eight_bits = False  # training may have the products of the linear maps in 8 bits
 
-    def forward(  # type: ignore[override]
+    def __init__(self, config: TransformerConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_dropout, self.residual_dropout = config.attn_pdrop, config.resid_pdrop
+        self.ln_1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.attn = Attention(config, layer)
+        self.ln_2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.mlp = FeedForward(config)
+
+    def forward(
         self,
         hidden: Tensor,
         mask: Tensor | None = None,
         eager: bool = False,
         keep: Keep | None = None,
-        weights: list[Tensor] | None = None,
     ) -> Tensor:
         """Return the block's output, (B, T', H).
 
         `mask` is that of `attend`.  `keep` are the tokens that go on after attention: all serve as
-        keys and values, but only the kept ones pass the projection and the MLP.  `weights` gets
-        the attention weights, (B, N, T, T), before dropout.
+        keys and values, but only the kept ones pass the projection and the MLP.
         """
-        mixed = self._attend(hidden, mask, eager, keep, weights)
-        residual = self.attn.resid_dropout.p if self.training else 0.0
-        hidden = take(hidden, keep) + drop(self._map(self.attn.c_proj, mixed), residual)
+        mixed = self._attend(hidden, mask, eager, keep)
+        dropout = self.residual_dropout if self.training else 0.0
+        hidden = take(hidden, keep) + drop(self._map(self.attn.c_proj, mixed), dropout)
         inner = self._map(self.mlp.c_proj, self._widen(self.ln_2(hidden)))
-        return hidden + drop(inner, self.mlp.dropout.p if self.training else 0.0)
+        return hidden + drop(inner, dropout)
 
-    def _map(self, layer: Conv1D, hidden: Tensor) -> Tensor:
+    def _map(self, layer: Map, hidden: Tensor) -> Tensor:
         """Apply one of the block's four linear maps."""
         if self.eight_bits and self.training:
             return eight_bit_linear(hidden, layer.weight, layer.bias, compute_dtype(hidden))
@@ -169,23 +204,17 @@ class Block(DecisionTransformerGPT2Block):  # type: ignore[no-untyped-call]
         return cast(Tensor, widened.unflatten(0, hidden.shape[:2]))
 
     def _attend(
-        self,
-        hidden: Tensor,
-        mask: Tensor | None,
-        eager: bool,
-        keep: Keep | None,
-        weights: list[Tensor] | None = None,
+        self, hidden: Tensor, mask: Tensor | None, eager: bool, keep: Keep | None
     ) -> Tensor:
         """Return the attention's values at the kept tokens, (B, T', H)."""
-        attention: DecisionTransformerGPT2Attention = self.attn
         batch, tokens, width = hidden.shape
-        heads = attention.num_heads
-        packed = self._map(attention.c_attn, self.ln_1(hidden))
-        dropout = attention.attn_dropout.p if self.training else 0.0
-        scale = float(attention.scaling)
-        plain = mask is None and not eager and weights is None
-        if plain and supports_packed(
-            packed.device, packed.dtype, tokens=tokens, head=width // heads
+        heads, scale = self.attn.num_heads, self.attn.scaling
+        packed = self._map(self.attn.c_attn, self.ln_1(hidden))
+        dropout = self.attention_dropout if self.training else 0.0
+        if (
+            mask is None
+            and not eager
+            and supports_packed(packed.device, packed.dtype, tokens=tokens, head=width // heads)
         ):
             seeds = None
             if dropout > 0.0:
@@ -196,8 +225,35 @@ class Block(DecisionTransformerGPT2Block):  # type: ignore[no-untyped-call]
         parts = packed.view(batch, tokens, 3, heads, -1)
         query, key, value = parts.permute(2, 0, 3, 1, 4).unbind()  # (B, N, T, D) each
         options: Any = {"mask": mask, "scale": scale, "dropout": dropout}
-        if eager or weights is not None:
-            mixed = attend_eagerly(query, key, value, **options, kept=weights)
-        else:
-            mixed = attend(query, key, value, **options)
+        mixed = (attend_eagerly if eager else attend)(query, key, value, **options)
         return take(mixed.transpose(1, 2).reshape(batch, tokens, width), keep)
+
+
+class Encoder(nn.Module):
+    """The blocks of a GPT-2, between embedded tokens and normalised outputs, (B, T, H) each.
+
+    The released class has a table of words, `wte`, that nothing uses, and positions, `wpe`, of
+    which it adds the first row to every token.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.wpe = nn.Embedding(config.n_positions, config.hidden_size)
+        self.dropout = config.embd_pdrop  # of the embedded tokens
+        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        std = config.initializer_range
+        init_weights(self, std)
+        for name, parameter in self.named_parameters():  # two residual sums a block, as in GPT-2
+            if name.endswith("c_proj.weight"):
+                nn.init.normal_(parameter, std=std / math.sqrt(2 * config.n_layer))
+
+
+def init_weights(module: nn.Module, std: float) -> None:
+    """Draw the first weights of embeddings and linear layers, in the released class's order."""
+    for layer in module.modules():
+        if isinstance(layer, (nn.Embedding, nn.Linear)):
+            nn.init.normal_(layer.weight, std=std)
+        if isinstance(layer, nn.Linear):
+            nn.init.zeros_(layer.bias)

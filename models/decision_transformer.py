@@ -1,9 +1,10 @@
-"""The Decision Transformer: Hugging Face's class and weights, with a forward of our own.
+"""The Decision Transformer, with the parameters and configuration of Hugging Face's class.
 
 A file saved by this class loads in `transformers.DecisionTransformerModel` and the other way
-round, bit for bit.  The forward differs: when padding is on the right, attention takes the fused
-kernels without a dense mask.  Heads that the loss does not use are left out.  Only the state
-tokens, where actions are predicted, pass the last MLP.
+round, bit for bit; `gear_offline.models.hugging_face` is the module that knows that class.  When
+padding is on the right, attention takes the fused kernels without a dense mask.  Heads that the
+loss does not use are left out.  Only the state tokens, where actions are predicted, pass the last
+MLP.
 
 Shape legend: B windows, K steps, T = 3K tokens (return or goal, state, action), H hidden size, S
 state elements, A action elements or discrete actions.
@@ -12,41 +13,34 @@ state elements, A action elements or discrete actions.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from pydantic import ValidationError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import DecisionTransformerConfig as DecisionTransformerConfig
-from transformers import DecisionTransformerModel
-from transformers.models.decision_transformer.modeling_decision_transformer import (
-    DecisionTransformerOutput as DecisionTransformerOutput,
-)
 
 from gear_offline.config.problems import problem_text
 from gear_offline.config.sections import TransformerSettings
+from gear_offline.core.files import write_file
 from gear_offline.core.text import plain
 from gear_offline.errors import InputError
-from gear_offline.models.base import ModelFacts, PlayedWindow, SequenceModel
-from gear_offline.models.blocks import Block, Keep, dense_mask, drop
-from gear_offline.models.encoders import (
-    ColumnEncoder,
-    FrameEncoder,
-    InputColumn,
-    column_facts,
-    resolve_encoder,
-)
+from gear_offline.models.base import ModelFacts, PlayedWindow, SequenceModel, assign_weights
+from gear_offline.models.blocks import Encoder, Keep, dense_mask, drop, init_weights
+from gear_offline.models.encoders import ColumnEncoder, FrameEncoder, resolve_encoder
 from gear_offline.models.gaussian import INITIAL_TEMPERATURE, Gaussian, gaussian_losses
 from gear_offline.models.loss import Padding, TrainingBatch, step_losses
-from gear_offline.models.multitask import TaskEmbedding, single_task, tasks_of_config
+from gear_offline.models.multitask import TaskEmbedding, single_task
 from gear_offline.models.narrow import LOADED, half_type, joint_maps, narrow_linear
+from gear_offline.models.tensor_file import write_tensors
+from gear_offline.models.transformer_config import TransformerConfig
 
 Attention = Literal["auto", "sdpa", "eager"]
 STATE_TOKENS = slice(1, None, 3)  # of (return, state, action); actions are predicted there
@@ -55,19 +49,29 @@ UNUSED = ("predict_state.", "predict_return.", "encoder.wte.")  # no gradient fr
 TANH_TOLERANCE = 1e-6  # float32 rounding of actions that were clipped to [-1, 1]
 
 
-class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ignore[no-untyped-call]
-    """Decision Transformer with the released class's weights, inputs and outputs.
+class Predictions(dict[str, Tensor]):
+    """What `DecisionTransformer` predicts: by name, as an attribute or by its place.
 
-    Some keys of the configuration are ours; the released class carries them along unread.
-    ``discrete_actions`` (bool): actions are integers and the head gives logits.
-    ``context_length`` (int): K of the training windows, for building a policy.
-    ``goals`` (bool): asked for states in place of returns.  ``stochastic_policy`` (bool): see
-    `gear_offline.models.gaussian`.  ``frame_encoder``, ``frame_shape``, ``frame_dtype``,
-    ``frame_stack``: of frames.  ``observations``: the columns of several.  ``tasks``: see
-    `gear_offline.models.multitask`.
+    ``state_preds`` (B, K, S), ``action_preds`` (B, K, A), ``return_preds`` (B, K, 1).
+    """
+
+    def __getattr__(self, name: str) -> Tensor:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __getitem__(self, key: str | int) -> Tensor:
+        return super().__getitem__(key) if isinstance(key, str) else [*self.values()][key]
+
+
+class DecisionTransformer(SequenceModel):
+    """Decision Transformer with the released class's parameters, inputs and predictions.
 
     Attributes
     ----------
+    config
+        `gear_offline.models.transformer_config.TransformerConfig`.
     attention
         ``"eager"``: by plain matrix products; else fused.  Not saved.
     discrete
@@ -99,49 +103,33 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
     16
     """
 
-    @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: Any, *arguments: Any, **options: Any
-    ) -> Self:
-        """As the released class; what reads a run, and compares its digests, is `load_policy`."""
-        path = pretrained_model_name_or_path
-        folder = None if path is None else Path(path)
-        if folder and (folder / "checkpoints").is_dir() and not (folder / "config.json").exists():
-            what, remedy = (
-                "this is a run, not a folder of weights",
-                "or name a checkpoint of it",
-            )
-            remedy = f"write go.load_policy({str(folder)!r}).model, {remedy}"
-            raise InputError("USAGE", what, str(folder), remedy)
-        model: Self = super().from_pretrained(path, *arguments, **options)
-        return model
-
     Settings = TransformerSettings
-    supports_gradient_checkpointing = True
     short_windows = True
     compiled = ("_embed",)
     formula = "72 L h^2 n + 36 L h K n FLOP a step of n = 3 B K tokens"
-    _no_split_modules = ["Block"]  # noqa: RUF012 - the name and type that transformers expects
 
-    if TYPE_CHECKING:  # transformers' own takes a device for the model
-
-        def to(self, *arguments: Any, **options: Any) -> Self: ...  # type: ignore[override]
-
-    def __init__(self, config: DecisionTransformerConfig) -> None:
-        """Take the released class's configuration; `build_model` makes one of plain options."""
-        discrete = bool(getattr(config, "discrete_actions", False))
-        if config.add_cross_attention:
-            raise InputError("MODEL", "add_cross_attention is not part of this model")
-        if discrete and config.action_tanh:
-            what = "discrete actions need logits, but a tanh would bound them"
-            raise InputError("MODEL", what, "action_tanh", "set action_tanh to false")
-        super().__init__(config)
-        for block in self.encoder.h:  # in place: what is drawn for its parameters stays the same
-            block.__class__ = Block
-        columns = [InputColumn.model_validate(facts) for facts in column_facts(vars(config))]
+    def __init__(self, config: TransformerConfig) -> None:
+        """Take a configuration; `build_model` makes one of plain options."""
+        super().__init__()
+        hidden, columns = config.hidden_size, config.columns
+        self.config = config
+        self.goals, self.discrete = config.goals, config.discrete_actions
+        self.encoder = Encoder(config)
+        self.embed_timestep = nn.Embedding(config.max_ep_len, hidden)
+        self.embed_return = nn.Linear(1, hidden)
+        self.embed_state = nn.Linear(config.state_dim, hidden)
+        self.embed_action = nn.Linear(config.act_dim, hidden)
+        self.embed_ln = nn.LayerNorm(hidden)
+        self.predict_state = nn.Linear(hidden, config.state_dim)
+        squash = [nn.Tanh()] if config.action_tanh else []
+        self.predict_action = nn.Sequential(nn.Linear(hidden, config.act_dim), *squash)
+        self.predict_return = nn.Linear(hidden, 1)
+        for name, module in self.named_children():
+            if name != "encoder":  # which has drawn its own
+                init_weights(module, config.initializer_range)
         self.frame_encoder: FrameEncoder | ColumnEncoder | None = None
         if len(columns) > 1:
-            self.frame_encoder = ColumnEncoder(columns, features=config.hidden_size)
+            self.frame_encoder = ColumnEncoder(columns, features=hidden)
         elif columns[0].encoder != "none":
             self.frame_encoder = FrameEncoder(
                 columns[0].encoder,
@@ -149,84 +137,85 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
                 frame_stack=columns[0].stack,
                 features=config.state_dim,
             )
-        tasks = tasks_of_config(config)
-        widths = [task.action_dim for task in tasks]
+        tasks = config.tasks or ()
         self.embed_task: TaskEmbedding | None = None
-        if len(widths) > 1:
-            self.embed_task = TaskEmbedding(widths, config.act_dim, config.hidden_size)
-        self.goals = bool(getattr(config, "goals", False))
+        if len(tasks) > 1:
+            widths = [task.action_dim for task in tasks]
+            self.embed_task = TaskEmbedding(widths, config.act_dim, hidden)
         if self.goals:
-            self.embed_return = nn.Linear(config.state_dim, config.hidden_size)
-            self._init_weights(self.embed_return)  # type: ignore[no-untyped-call]
-        self.discrete = discrete
-        self.stochastic = bool(getattr(config, "stochastic_policy", False))
+            self.embed_return = nn.Linear(config.state_dim, hidden)
+            init_weights(self.embed_return, config.initializer_range)
+        self.stochastic = config.stochastic_policy
         if self.stochastic:
-            if discrete or self.embed_task is not None:
-                what = "a Gaussian policy is for continuous actions of one task"
-                raise InputError("MODEL", what, "model.policy", "use model.policy=deterministic")
             # besides the released class's tensors, of which `predict_action` is the mean
-            self.predict_log_std = nn.Linear(config.hidden_size, config.act_dim)
-            nn.init.normal_(self.predict_log_std.weight, std=config.initializer_range)
-            nn.init.zeros_(self.predict_log_std.bias)
+            self.predict_log_std = nn.Linear(hidden, config.act_dim)
+            init_weights(self.predict_log_std, config.initializer_range)
             self.log_temperature = nn.Parameter(torch.tensor(math.log(INITIAL_TEMPERATURE)))
             self.steady = ("log_temperature",)
         self.attention: Attention = "auto"
+        self.recomputed = False  # blocks, in the backward pass
         self.facts = ModelFacts(
             state_dim=sum(column.size for column in columns),
             action_dim=config.act_dim,
-            discrete=discrete,
+            discrete=self.discrete,
             columns=tuple(columns),
-            context_length=int(getattr(config, "context_length", 20)),
+            context_length=config.context_length,
             max_timestep=config.max_ep_len,
             goals=self.goals,
             tasks=tasks,
         )
 
     @classmethod
+    def from_pretrained(cls, place: str | os.PathLike[str]) -> Self:
+        """Read a model.
+
+        Parameters
+        ----------
+        place
+            A folder with ``config.json`` and ``model.safetensors``: of `save_pretrained`, of the
+            released class, or a policy.  Anything else, such as a name on the Hugging Face Hub, is
+            read by the released class.  `gear_offline.load_policy` reads runs.
+        """
+        folder = Path(place)
+        if (folder / "checkpoints").is_dir() and not (folder / "config.json").exists():
+            what = "this is a run, not a folder of weights"
+            remedy = f"write go.load_policy({str(folder)!r}).model, or name a checkpoint of it"
+            raise InputError("USAGE", what, str(folder), remedy)
+        if (folder / "model.safetensors").is_file():
+            return cls.of_weights(
+                (folder / "config.json").read_bytes(), load_file(folder / "model.safetensors")
+            )
+        from gear_offline.models.hugging_face import read_released
+
+        released = read_released(place)
+        config = released.config.to_json_string(use_diff=False)
+        return cls.of_weights(config, released.state_dict())
+
+    @classmethod
+    def of_weights(cls, config: str | bytes, weights: Mapping[str, Tensor]) -> Self:
+        """Make a model of the text of a ``config.json`` and its weights."""
+        keys = TransformerConfig.model_validate_json(config)
+        if keys.n_layer > len(weights):
+            raise ValueError(f"n_layer is {keys.n_layer}")
+        # The meta device takes no memory: a configuration may ask for more than there is.  It also
+        # leaves torch's generator alone, from which a training in another thread draws.
+        with torch.device("meta"):
+            model = cls(keys)
+        assign_weights(model, weights)
+        return model
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write ``config.json`` and ``model.safetensors``, as the released class does."""
+        place = Path(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        weights = {n: w.detach().cpu().contiguous() for n, w in self.state_dict().items()}
+        write_tensors(place / "model.safetensors", weights)
+        write_file(place / "config.json", self.config.to_json_string().encode())
+
+    @classmethod
     def build(cls, facts: ModelFacts, settings: TransformerSettings) -> Self:
         """Return a model, as of a recipe; what does not fit is ``MODEL``."""
-        hidden, encoder = settings.hidden_size, settings.encoder
-        if hidden % settings.heads:
-            what = f"{settings.heads} heads do not divide a hidden size of {hidden}"
-            raise InputError("MODEL", what, where="model.heads")
-        framed = [column.shape for column in facts.columns if column.frames]
-        shown = {"encoder": resolve_encoder(encoder, framed[0] if framed else ())}
-        columns = [c.model_copy(update=shown) if c.frames else c for c in facts.columns]
-        config = DecisionTransformerConfig(
-            # The transformer sees an encoder's features in place of the state.
-            state_dim=sum(column.features(hidden) for column in columns),
-            act_dim=facts.action_dim,
-            hidden_size=hidden,
-            max_ep_len=facts.max_timestep,
-            n_layer=settings.layers,
-            n_head=settings.heads,
-            n_positions=1,  # only row 0 is ever used
-            activation_function=settings.activation,
-            resid_pdrop=settings.dropout,
-            embd_pdrop=settings.dropout,
-            attn_pdrop=settings.dropout,
-            action_tanh=bool(settings.action_tanh) and not facts.discrete,
-            use_cache=False,
-            # Nothing uses these; the defaults lie outside the vocabulary of one token, which is
-            # warned of, and None would be left out of the file and become the default when loaded.
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-        config.discrete_actions = facts.discrete
-        config.context_length = facts.context_length
-        if settings.is_stochastic:
-            config.stochastic_policy = True
-        if len(columns) > 1:
-            config.observations = [column.model_dump(mode="json") for column in columns]
-        elif framed:  # files of models of vectors stay as they were
-            (column,) = columns
-            config.frame_encoder, config.frame_shape = column.encoder, list(column.shape)
-            config.frame_dtype, config.frame_stack = column.frames, column.stack
-        if facts.goals:
-            config.goals = True
-        if facts.tasks:
-            config.tasks = [t.model_dump(mode="json", exclude_defaults=True) for t in facts.tasks]
-        model = cls(config)
+        model = cls(config_of(facts, settings))
         model.attention, model.settings = settings.attention, settings
         return model
 
@@ -238,16 +227,13 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
         returns_to_go: Tensor | None = None,
         timesteps: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-        return_dict: bool | None = None,
         *,
         tasks: Tensor | None = None,
         goals: Tensor | None = None,
         padding: Padding = "any",
         only_actions: bool = False,
-    ) -> DecisionTransformerOutput | tuple[Tensor, Tensor, Tensor]:
-        """Predict next states, actions and returns at each step; the released class's signature.
+    ) -> Predictions:
+        """Predict next states, actions and returns at each step; inputs as the released class's.
 
         Parameters
         ----------
@@ -265,9 +251,6 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
             a synchronisation, so check the data once with `check_timesteps`.
         attention_mask
             (B, K), non-zero at real steps; None means that all are real.
-        output_hidden_states, output_attentions, return_dict
-            As in the released class, by default of the configuration; attention weights are those
-            without dropout.
         tasks
             (B,) int64, the task of each window, of a model of several tasks.
         goals
@@ -283,9 +266,8 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
 
         Returns
         -------
-        DecisionTransformerOutput
-            Or (state_preds, action_preds, return_preds) if `return_dict` is False.  Predictions
-            at padded steps have no meaning.
+        Predictions
+            At padded steps they have no meaning.
 
         Raises
         ------
@@ -301,26 +283,14 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
             mask = dense_mask(attention_mask)
         if only_actions:
             state_tokens = self._encode(tokens, mask, keep=STATE_TOKENS)
-            return DecisionTransformerOutput(action_preds=self._head(state_tokens))
-        with_states = self._wants("output_hidden_states", output_hidden_states)
-        with_weights = self._wants("output_attentions", output_attentions)
-        layers: list[Tensor] | None = [] if with_states else None
-        kept: list[Tensor] | None = [] if with_weights else None
-        hidden = self._encode(tokens, mask, layers=layers, weights=kept)
+            return Predictions(action_preds=self._head(state_tokens))
+        hidden = self._encode(tokens, mask)
         at_state, at_action = hidden[:, 1::3], hidden[:, 2::3]
-        state_preds, return_preds = self.predict_state(at_action), self.predict_return(at_action)
-        action_preds = self._choose(self._head(at_state))
-        if not self._wants("return_dict", return_dict):
-            return state_preds, action_preds, return_preds
-        # tuples, as the released class gives, which declares tensors
-        states_too: Any = None if layers is None else (*layers, hidden)
-        weights: Any = None if kept is None else tuple(kept)
-        return DecisionTransformerOutput(  # at once, for their order: it can be indexed
-            state_preds, action_preds, return_preds, states_too, weights, hidden
+        return Predictions(
+            state_preds=self.predict_state(at_action),
+            action_preds=self._choose(self._head(at_state)),
+            return_preds=self.predict_return(at_action),
         )
-
-    def _wants(self, name: str, argument: bool | None) -> bool:
-        return bool(getattr(self.config, name) if argument is None else argument)
 
     def features(self, states: Tensor | Mapping[str, Tensor]) -> Tensor:
         """Return the vectors of the states, (B, K, S) floating with S = ``config.state_dim``.
@@ -361,14 +331,14 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
 
     @property
     def state_width(self) -> int:
-        return int(self.config.state_dim)
+        return self.config.state_dim
 
     def recalled(self, features: Tensor) -> Tensor:
         return features
 
     @property
     def bounded(self) -> bool:
-        return bool(self.config.action_tanh) and not self.discrete
+        return self.config.action_tanh
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -386,7 +356,7 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
         return alone
 
     def recompute(self) -> None:
-        self.encoder.gradient_checkpointing = True
+        self.recomputed = True
 
     def learning(self) -> list[nn.Parameter]:
         return trainable_parameters(self)
@@ -399,15 +369,12 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
         """Return the released class's configuration; of a subclass as of any other model."""
         if type(self) is not DecisionTransformer and hasattr(self, "settings"):
             return SequenceModel.config_text(self)
-        config = deepcopy(self.config)
-        config.architectures = ["DecisionTransformerModel"]  # the released class reads it too
-        # with the defaults: transformers 5.17 warns of them where it is to leave them out
-        return str(config.to_json_string(use_diff=False))
+        return self.config.to_json_string()
 
     def step_losses(self, predictions: Tensor, batch: TrainingBatch) -> Tensor:
         """Return (B, K) float32, the loss of each step of predictions of ``only_actions=True``."""
         if self.stochastic:
-            squashed = bool(self.config.action_tanh)
+            squashed = self.config.action_tanh
             return gaussian_losses(predictions, batch.actions, squashed=squashed)
         valid: Tensor | None = None
         tasks: Tensor | None = getattr(batch, "tasks", None)  # batches of one's own may lack it
@@ -459,7 +426,7 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
         if self.embed_task is not None:
             stacked = stacked + self.embed_task(tasks)
         tokens = self.embed_ln(stacked.flatten(1, 2)) + self.encoder.wpe.weight[0]
-        return drop(tokens, self.encoder.drop.p if self.training else 0.0)
+        return drop(tokens, self.encoder.dropout if self.training else 0.0)
 
     def _parts(self, asked: Tensor, states: Tensor, actions: Tensor) -> Tensor:
         """Apply the maps of the inputs, (B, K, 3, H)."""
@@ -495,7 +462,7 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
         """Return the actions (..., A) of the output of `_head`."""
         if not self.stochastic:
             return predictions
-        squashed = bool(self.config.action_tanh)
+        squashed = self.config.action_tanh
         return Gaussian.of(predictions[..., :-1], squashed=squashed).sample(noise)
 
     def _embed_actions(self, actions: Tensor) -> Tensor:
@@ -508,32 +475,61 @@ class DecisionTransformer(DecisionTransformerModel, SequenceModel):  # type: ign
             raise InputError("MODEL", what, where="actions", remedy=remedy)
         return F.embedding(actions, layer.weight.t()) + layer.bias
 
-    def _encode(
-        self,
-        tokens: Tensor,
-        mask: Tensor | None,
-        *,
-        keep: Keep | None = None,
-        layers: list[Tensor] | None = None,
-        weights: list[Tensor] | None = None,
-    ) -> Tensor:
-        """Run the blocks: (B, T, H) -> (B, T or kept, H).
-
-        `layers` gets the input of each block, `weights` its attention weights.
-        """
-        encoder, eager = self.encoder, self.attention == "eager"
-        recompute = encoder.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        recompute = recompute and weights is None
-        hidden, last = tokens, len(encoder.h) - 1
-        for i, block in enumerate(encoder.h):
-            if layers is not None:
-                layers.append(hidden)
-            inputs = (hidden, mask, eager, keep if i == last else None, weights)
-            if recompute:
+    def _encode(self, tokens: Tensor, mask: Tensor | None, *, keep: Keep | None = None) -> Tensor:
+        """Run the blocks: (B, T, H) -> (B, T or kept, H)."""
+        recomputed = self.recomputed and self.training and torch.is_grad_enabled()
+        hidden, last = tokens, len(self.encoder.h) - 1
+        for i, block in enumerate(self.encoder.h):
+            inputs = (hidden, mask, self.attention == "eager", keep if i == last else None)
+            if recomputed:
                 hidden = checkpoint(block, *inputs, use_reentrant=False)
             else:
                 hidden = block(*inputs)
-        return cast(Tensor, encoder.ln_f(hidden))
+        return cast(Tensor, self.encoder.ln_f(hidden))
+
+
+def config_of(facts: ModelFacts, settings: TransformerSettings) -> TransformerConfig:
+    """Return the configuration of a model; what does not fit is ``MODEL``."""
+    hidden, encoder = settings.hidden_size, settings.encoder
+    if hidden % settings.heads:
+        what = f"{settings.heads} heads do not divide a hidden size of {hidden}"
+        raise InputError("MODEL", what, where="model.heads")
+    if settings.is_stochastic and (facts.discrete or len(facts.tasks) > 1):
+        what = "a Gaussian policy is for continuous actions of one task"
+        raise InputError("MODEL", what, "model.policy", "use model.policy=deterministic")
+    framed = [column.shape for column in facts.columns if column.frames]
+    shown = {"encoder": resolve_encoder(encoder, framed[0] if framed else ())}
+    columns = [c.model_copy(update=shown) if c.frames else c for c in facts.columns]
+    ours: dict[str, Any] = {"discrete_actions": facts.discrete}
+    ours["context_length"] = facts.context_length
+    if settings.is_stochastic:
+        ours["stochastic_policy"] = True
+    if len(columns) > 1:
+        ours["observations"] = tuple(columns)
+    elif framed:  # files of models of vectors stay as they were
+        (column,) = columns
+        ours |= {"frame_encoder": column.encoder, "frame_shape": column.shape}
+        ours |= {"frame_dtype": column.frames, "frame_stack": column.stack}
+    if facts.goals:
+        ours["goals"] = True
+    if facts.tasks:
+        ours["tasks"] = facts.tasks
+    return TransformerConfig(
+        # The transformer sees an encoder's features in place of the state.
+        state_dim=sum(column.features(hidden) for column in columns),
+        act_dim=facts.action_dim,
+        hidden_size=hidden,
+        max_ep_len=facts.max_timestep,
+        n_layer=settings.layers,
+        n_head=settings.heads,
+        n_positions=1,  # only row 0 is ever used
+        activation_function=settings.activation,
+        resid_pdrop=settings.dropout,
+        embd_pdrop=settings.dropout,
+        attn_pdrop=settings.dropout,
+        action_tanh=bool(settings.action_tanh) and not facts.discrete,
+        **ours,
+    )
 
 
 def _few_outputs(linear: nn.Module, hidden: Tensor) -> Tensor:

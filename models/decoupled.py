@@ -17,23 +17,20 @@ from torch import Tensor, nn
 from gear_offline.config.sections import DecoupledSettings
 from gear_offline.models.base import PlayedWindow
 from gear_offline.models.blocks import Keep, dense_mask, drop
-from gear_offline.models.decision_transformer import (
-    DecisionTransformer,
-    DecisionTransformerConfig,
-    check_timesteps,
-)
+from gear_offline.models.decision_transformer import DecisionTransformer, check_timesteps
+from gear_offline.models.transformer_config import TransformerConfig
 
 STATE_TOKENS = slice(0, None, 2)  # of (state, action); actions are predicted there
 
 
-class Decoupled(DecisionTransformer):  # type: ignore[no-untyped-call]
+class Decoupled(DecisionTransformer):
     """The blocks and heads of a Decision Transformer, with the condition behind the blocks."""
 
     Settings = DecoupledSettings
     compiled = ("_tokens",)
     formula = "72 L h^2 n + 24 L h K n FLOP a step of n = 2 B K tokens"
 
-    def __init__(self, config: DecisionTransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
         asked, width = self.embed_return.in_features, config.hidden_size
         self.condition = nn.Sequential(
@@ -68,7 +65,7 @@ class Decoupled(DecisionTransformer):  # type: ignore[no-untyped-call]
         parts = torch.stack((self.embed_state(states), self._embed_actions(actions)), dim=2)
         stacked = (parts + self.embed_timestep(timesteps).unsqueeze(2)).flatten(1, 2)
         tokens = self.embed_ln(stacked) + self.encoder.wpe.weight[0]
-        return drop(tokens, self.encoder.drop.p if self.training else 0.0)
+        return drop(tokens, self.encoder.dropout if self.training else 0.0)
 
     def _asked(self, hidden: Tensor, asked: Tensor) -> Tensor:
         """Scale and shift (B, K, H) by what is asked, (B, 1 or K, ...)."""

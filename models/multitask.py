@@ -13,35 +13,17 @@ Shape legend: B windows, T tasks, S state elements, A action elements of the wid
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy, deepcopy
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DecisionTransformerConfig
 
-from gear_offline.core.text import first_line
 from gear_offline.errors import InputError
 from gear_offline.models.base import ModelTask, SequenceModel
 from gear_offline.models.encoders import InputColumn
 
 TASK_STD = 0.02  # of the initial embeddings, as the released class's own
-
-
-def tasks_of_config(config: DecisionTransformerConfig) -> tuple[ModelTask, ...]:
-    """Return the tasks in a configuration; those that do not fit it are ``MODEL``."""
-    frames = bool(getattr(config, "frame_shape", ()))
-    try:
-        tasks = tuple(map(ModelTask.model_validate, getattr(config, "tasks", None) or ()))
-        for task in tasks:
-            if task.action_dim > config.act_dim or (
-                task.state_dim > config.state_dim and not frames
-            ):
-                raise ValueError(f"{task.name} is wider")
-    except (TypeError, ValueError) as error:
-        what = f"a task does not fit the model: {first_line(error)}"
-        raise InputError("MODEL", what, where="tasks") from error
-    return tasks
 
 
 class TaskEmbedding(nn.Module):
@@ -94,11 +76,9 @@ def single_task(model: SequenceModel, name: str) -> Any:
     embeddings are copies.  The released class loads what ``save_pretrained`` writes of it.
     """
     number, task = find_task(model, name)
-    config = deepcopy(model.config)
-    config.tasks = None
-    frames = bool(getattr(config, "frame_shape", ()))
-    config.state_dim = config.state_dim if frames else task.state_dim
-    config.act_dim = task.action_dim
+    frames = bool(model.config.frame_shape)
+    sizes = {"act_dim": task.action_dim} | ({} if frames else {"state_dim": task.state_dim})
+    config = model.config.model_copy(update={"tasks": None, **sizes})
     alone: Any = copy(model)
     alone._modules = model._modules.copy()
     alone.config = config

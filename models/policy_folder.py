@@ -12,22 +12,21 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
-from gear_offline.config.sections import EnvironmentOptions, Fraction, GoalSettings
+from gear_offline.config.sections import EnvironmentOptions, GoalSettings
 from gear_offline.core.files import new_directory, read_regular, write_file
 from gear_offline.core.hub import card
 from gear_offline.core.parts import digest_of, is_part, readmit
 from gear_offline.core.text import LEAST, first_line, interval_text, printable, say, told_apart
 from gear_offline.errors import InputError, is_out_of_memory
-from gear_offline.models.base import MODELS, ModelTask, SequenceModel, remade
-from gear_offline.models.decision_transformer import DecisionTransformer, DecisionTransformerConfig
-from gear_offline.models.encoders import InputColumn, Size, column_facts
+from gear_offline.models.base import MODELS, SequenceModel, assign_weights, remade
+from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.tensor_file import FileFacts, file_facts, write_tensors
 from gear_offline.tables.fields import Window
 
@@ -37,7 +36,6 @@ PLACE = "THIS FOLDER"  # in a card, until it is on the Hub
 TAGS = ("reinforcement-learning", "offline-reinforcement-learning")
 
 Numbers = tuple[float, ...]
-Activation = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,40}$")]  # torch modules of transformers
 Text = Annotated[str, AfterValidator(printable)]  # others wrote it: nothing that steers a terminal
 
 
@@ -98,70 +96,6 @@ def write_policy(
         write_file(part / CARD, _card(file, model))
 
 
-class ModelConfig(BaseModel):
-    """The keys of a configuration that a model is built from; any others in a file are left out.
-
-    A file that somebody else wrote reaches no library's constructor but through these.
-    """
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
-    state_dim: Size
-    act_dim: Size
-    hidden_size: Size
-    max_ep_len: Size
-    n_layer: Size
-    n_head: Size = 1
-    n_inner: Size | None = None
-    n_positions: Size = 1024
-    vocab_size: Size = 1
-    activation_function: Activation = "relu"
-    action_tanh: bool = True
-    resid_pdrop: Fraction = 0.1
-    embd_pdrop: Fraction = 0.1
-    attn_pdrop: Fraction = 0.1
-    layer_norm_epsilon: Fraction = 1e-5
-    initializer_range: Fraction = 0.02
-    scale_attn_weights: bool = True
-    scale_attn_by_inverse_layer_idx: bool = False
-    reorder_and_upcast_attn: bool = False
-    add_cross_attention: Literal[False] = False
-    use_cache: bool = True
-    bos_token_id: int | None = 0
-    eos_token_id: int | list[int] | None = 0
-    output_hidden_states: bool = False
-    output_attentions: bool = False
-    return_dict: bool = True
-    num_labels: Annotated[int, Field(ge=0, le=1000)] = 2  # makes as many names
-    discrete_actions: bool = False
-    context_length: Annotated[int, Field(ge=1, le=65_536)] = 20
-    goals: bool = False
-    stochastic_policy: bool = False
-    frame_encoder: Literal["none", "cnn", "patch"] = "none"
-    frame_shape: Annotated[tuple[Size, ...], Field(min_length=2, max_length=3)] | tuple[()] = ()
-    frame_dtype: Literal["uint8", "float32"] = "uint8"
-    frame_stack: Annotated[int, Field(ge=1, le=64)] = 1
-    observations: tuple[InputColumn, ...] | None = None
-    tasks: tuple[ModelTask, ...] | None = None
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.hidden_size % self.n_head:
-            raise ValueError("n_head does not divide hidden_size")
-        facts = column_facts(self.model_dump(exclude_unset=True))
-        widths = [InputColumn.model_validate(f).features(self.hidden_size) for f in facts]
-        unfit = self.goals or self.tasks if len(facts) > 1 else False
-        unfit = unfit or (self.frame_encoder != "none" and not self.frame_shape)
-        if unfit or sum(widths) != self.state_dim:
-            raise ValueError("state_dim is not that of frame_shape or observations")
-        return self
-
-    def build(self) -> DecisionTransformer:
-        """Build the model, on torch's default device."""
-        # from_dict builds the defaults too, and 5.17 warns of them
-        keys = self.model_dump(mode="json", exclude_unset=True)
-        return DecisionTransformer(DecisionTransformerConfig(**keys))
-
-
 def _check_readable(model: SequenceModel, config: bytes, weights: Mapping[str, Tensor]) -> None:
     """Refuse to write what nobody could read."""
     try:
@@ -220,18 +154,8 @@ def assemble(
         if kind not in (None, "decision_transformer"):
             what, remedy = f"the weights are a Decision Transformer's, not {kind}'s", "leave it out"
             raise InputError("MODEL", what, "model.kind", remedy)
-        keys, is_own = ModelConfig.model_validate_json(config), True
-        if keys.n_layer > len(weights):
-            raise ValueError(f"n_layer is {keys.n_layer}")
-        # The meta device takes no memory: a configuration may ask for more than there is.  It also
-        # leaves torch's generator alone, from which a training in another thread draws.
-        with torch.device("meta"):
-            model = keys.build()
-    wanted = model.state_dict()
-    if {name: w.shape for name, w in wanted.items()} != {n: w.shape for n, w in weights.items()}:
-        raise ValueError("the weights do not fit the configuration")
-    own = {name: weights[name].to(like.dtype) for name, like in wanted.items()}
-    model.load_state_dict(own, assign=is_own)
+        return DecisionTransformer.of_weights(config, weights).eval()
+    assign_weights(model, weights, copied=not is_own)
     return model.eval()
 
 

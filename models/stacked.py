@@ -61,13 +61,13 @@ class StackedModels(nn.Module):
         super().__init__()
         first: Any = models[0]
         self.count, self.layers = len(models), len(first.encoder.h)
-        self._heads = int(first.encoder.h[0].attn.num_heads)
-        self._scale = float(first.encoder.h[0].attn.scaling)
-        self._dropout = float(first.encoder.drop.p)
-        self._epsilon = float(first.config.layer_norm_epsilon)
+        self._heads = first.encoder.h[0].attn.num_heads
+        self._scale = first.encoder.h[0].attn.scaling
+        self._dropout = first.encoder.dropout
+        self._epsilon = first.config.layer_norm_epsilon
         self._activation = first.encoder.h[0].mlp.act
-        self._tanh, self._goals = bool(first.config.action_tanh), bool(first.goals)
-        self._rows = int(first.config.max_ep_len)
+        self._tanh, self._goals = first.config.action_tanh, first.goals
+        self._rows = first.config.max_ep_len
         self._kind = torch.float32 if precision is None else precision
         self._keys: dict[str, str] = {}
         self._parts: list[tuple[nn.Parameter, list[nn.Parameter]]] = []

@@ -9,13 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DecisionTransformerModel
 
-from gear_offline.models.decision_transformer import (
-    DecisionTransformer,
-    DecisionTransformerConfig,
-    build_model,
-)
+from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.models.loss import mean_loss, step_losses
 
 TOLERANCE = 1e-5  # float32, on valid tokens
@@ -43,24 +38,13 @@ def make(**changes: Any) -> DecisionTransformer:
     return build_model(**(sizes | changes))
 
 
-def released_model(model: DecisionTransformer) -> DecisionTransformerModel:
-    """The released class with the same weights, in evaluation mode."""
-    config = DecisionTransformerConfig.from_dict(model.config.to_dict())
-    released = DecisionTransformerModel(config)
-    if model.goals:  # what docs/how-to/goals.md says of other tools
-        released.embed_return = torch.nn.Linear(config.state_dim, config.hidden_size)
-    released.load_state_dict(model.state_dict(), strict=True)
-    released.eval()
-    return released
-
-
 def assert_same_state(found: torch.nn.Module, expected: torch.nn.Module) -> None:
     """Compare names and weights, bit for bit."""
     torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=0, atol=0)
 
 
 def load_completely(kind: Any, path: Path) -> Any:
-    """Load a model of a class from files that lack nothing and hold nothing else."""
+    """Load the released class from files that lack nothing and hold nothing else."""
     model, info = kind.from_pretrained(path, output_loading_info=True)
     assert not any(info[which] for which in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DecisionTransformerModel
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.dataset.dataset import Dataset
@@ -19,6 +18,7 @@ from gear_offline.evaluation.environments import probe
 from gear_offline.evaluation.play import check_sizes
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.models.encoders import FrameEncoder
+from gear_offline.models.hugging_face import to_released
 from gear_offline.models.policy import Policy
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.loop import train_run
@@ -141,16 +141,14 @@ def test_files_keep_the_encoder(encoder: str, tmp_path: Path) -> None:
     again = DecisionTransformer.from_pretrained(tmp_path / "weights").eval()
     assert_same_state(again, model)
     assert torch.equal(again(**given).action_preds, model(**given).action_preds)
-    assert again.config.frame_shape == [84, 84] and again.config.frame_stack == STACK
+    assert again.config.frame_shape == (84, 84) and again.config.frame_stack == STACK
     assert again.config.state_dim == (STACK * 84 * 84 if encoder == "none" else 16)
 
 
 def test_the_released_class_takes_the_features_as_states() -> None:
     model, given = model_of_frames().eval(), inputs()
     expected = model(**given).action_preds
-    ours = {n: t for n, t in model.state_dict().items() if not n.startswith("frame_encoder.")}
-    released = DecisionTransformerModel(type(model.config).from_dict(model.config.to_dict())).eval()
-    released.load_state_dict(ours, strict=True)
+    released = to_released(model)
     features = given | {"states": model.features(given["states"])}
     one_hot = nn.functional.one_hot(given["actions"], 6).float()
     found = released(**(features | {"actions": one_hot})).action_preds

@@ -18,7 +18,6 @@ from examples.hf_trainer import (
     POSITION,
     GearTrainer,
     last_checkpoint,
-    load_policy,
     make_model,
     training_arguments,
 )
@@ -53,7 +52,7 @@ def make_trainer(dataset: Dataset, out: Path, **sizes: Any) -> GearTrainer:
         world=joined_world(),
     )
     torch.manual_seed(0)
-    model = make_model(loader, returns_scale=10.0, hidden_size=16, layers=1, heads=1, **sizes)
+    model = make_model(loader, hidden_size=16, layers=1, heads=1, **sizes)
     return GearTrainer(model, loader, arguments)
 
 
@@ -78,7 +77,7 @@ def test_resumed_run_equals_the_uninterrupted_one(dataset: Dataset, tmp_path: Pa
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert any(not torch.equal(start[name], value) for name, value in expected.items())
 
-    policy = load_policy(tmp_path / "run" / f"checkpoint-{STEPS}")
+    policy = go.load_policy(tmp_path / "run" / f"checkpoint-{STEPS}" / "policy")
     policy.reset([0, 1], [20.0, 10.0])
     assert policy.context_length == 5 and policy.returns_scale == 10.0
     raw = dataset.read("observations", 0, 2)
@@ -127,7 +126,9 @@ def test_discrete_actions_train_too(tmp_path: Path) -> None:
     trainer = make_trainer(discrete, tmp_path / "run")
     assert trainer.loader.batch_at(0).actions.dtype == torch.int64
     assert float(trainer.train().training_loss) > 0
-    logits = load_policy(tmp_path / "run" / f"checkpoint-{STEPS}").model.config.act_dim
+    logits = go.load_policy(
+        tmp_path / "run" / f"checkpoint-{STEPS}" / "policy"
+    ).model.config.act_dim
     assert logits == 3
 
 

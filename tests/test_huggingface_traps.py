@@ -24,8 +24,9 @@ import gear_offline as go
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.decision_transformer import DecisionTransformer
+from gear_offline.models.hugging_face import to_released
 from gear_offline.models.policy import Policy
-from tests.model_support import TOLERANCE, make, released_model
+from tests.model_support import TOLERANCE, make
 from tests.support import ArraySource, hopper_columns, iter_episodes, make_dataset
 
 LENGTHS = (12, 3, 7, 5)
@@ -191,7 +192,7 @@ def test_sides_of_padding_give_one_loss(dataset: Dataset) -> None:
     real = left.attention_mask.bool()
     assert torch.equal(right.segments, left.segments) and not real.all()
     assert torch.allclose(model.loss(right), model.loss(left), rtol=0, atol=TOLERANCE)
-    theirs = released_model(model)(**left.model_inputs()).action_preds
+    theirs = to_released(model)(**left.model_inputs()).action_preds
     error = torch.mean((theirs[real] - left.actions[real]) ** 2)
     assert torch.allclose(model.loss(right), error, rtol=0, atol=TOLERANCE)
 
@@ -200,7 +201,7 @@ def test_misspelled_inputs_are_refused(dataset: Dataset) -> None:
     """The released class takes any keyword and ignores it."""
     inputs = next(make_loader(dataset)).model_inputs()
     inputs["attention_masks"] = inputs.pop("attention_mask")
-    released_model(make_model())(**inputs)
+    to_released(make_model())(**inputs)
     with pytest.raises(TypeError, match="attention_masks"):
         make_model()(**inputs)
 

@@ -16,7 +16,8 @@ from transformers import DecisionTransformerModel
 from gear_offline.loaders.batch import Batch
 from gear_offline.models.base import ModelTask
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
-from gear_offline.models.multitask import single_task, tasks_of_config
+from gear_offline.models.multitask import single_task
+from gear_offline.models.transformer_config import TransformerConfig
 from tests.model_support import assert_same_state
 from tests.support import failing_code
 
@@ -142,7 +143,7 @@ def test_the_shared_part_is_the_released_classs(tmp_path: Path) -> None:
     model = make_model()
     model.save_pretrained(tmp_path)
     again = DecisionTransformer.from_pretrained(tmp_path)
-    assert tasks_of_config(again.config) == model_tasks()
+    assert again.config.tasks == tuple(model_tasks())
     assert_same_state(again, model)
     plain = make_model(tasks=())
     own = {name for name in model.state_dict() if name.startswith("embed_task.")}
@@ -156,10 +157,12 @@ def test_what_does_not_fit_is_refused() -> None:
     inputs = {key: value for key, value in batch.model_inputs().items() if key != "tasks"}
     assert failing_code(lambda: model(**inputs)) == "MODEL"
     assert failing_code(lambda: single_task(model, "nowhere")) == "RECIPE"
-    good = json.loads(json.dumps(model.config.tasks))
+    keys = model.config.to_dict()
+    good = keys["tasks"]
     lies: list[dict[str, Any]] = [{"action_dim": True}, {"state_dim": 7}, {"action_dim": 0}]
     lies += [{"state_mean": [1.0]}, {"state_std": None}, {"returns_scale": 0.0}, {"surprise": 1}]
     lies += [{"return_best": "high"}, {"return_worst": float("nan")}, {"name": 3}]
     for lie in lies:
-        model.config.tasks = [good[0] | lie, *good[1:]]
-        assert failing_code(lambda: tasks_of_config(model.config)) == "MODEL", lie
+        text = json.dumps(keys | {"tasks": [good[0] | lie, *good[1:]]})
+        with pytest.raises(ValueError, match="TransformerConfig"):
+            TransformerConfig.model_validate_json(text)

@@ -16,7 +16,6 @@ from gear_offline.analysis.strategies import compare_strategies
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.errors import GearError
 from gear_offline.loaders.options import recipe_sampler
-from gear_offline.models.multitask import tasks_of_config
 from gear_offline.planning.workload import make_workload
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.loop import train_run
@@ -157,7 +156,7 @@ def test_a_checkpoint_knows_its_tasks(run: Path) -> None:
     dataset = prepare_dataset(recipe, quiet=True)
     assert isinstance(dataset, JointDataset)
     statistics = dataset.tasks[1].dataset.statistics["observations"]
-    task = tasks_of_config(trained_model(chosen_checkpoint(run)).model.config)[1]
+    task = trained_model(chosen_checkpoint(run)).model.facts.tasks[1]
     np.testing.assert_array_equal(task.state_mean, statistics.mean)
     np.testing.assert_array_equal(task.state_std, statistics.std)
     assert failing_code(lambda: load_policy(run)) == "RECIPE"
@@ -191,7 +190,7 @@ def test_one_task_learns_what_a_recipe_without_tasks_learns(tmp_path: Path) -> N
         policy = load_policy(run, device="cpu")
         policy.reset([0], [3.0])
         acted.append(policy.act(np.ones((1, policy.state_dim))))
-        assert len(tasks_of_config(policy.model.config)) == 0
+        assert len(policy.model.facts.tasks) == 0
     np.testing.assert_array_equal(acted[0], acted[1])
 
 

@@ -26,10 +26,11 @@ from gear_offline.core.torch_state import torch_threads
 from gear_offline.dataset.scores import RewardEdit
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.models.decision_transformer import DecisionTransformer
+from gear_offline.models.hugging_face import to_released
 from gear_offline.models.policy import Policy
 from gear_offline.models.tensor_file import file_facts
 from tests.checkpoint_support import write_run
-from tests.model_support import ACTIONS, STATES, float64, make, meta, released_model
+from tests.model_support import ACTIONS, STATES, float64, make, meta
 from tests.support import Captured, Patch, failing_code, one_error
 
 STEPS, COUNT, FRAME, STACK = 60, 3, (36, 36), 2  # the model knows timesteps up to 49
@@ -314,7 +315,7 @@ class PlainActor:
     """One environment, the released class, history in lists, no padding: the paper's loop."""
 
     def __init__(self, model: DecisionTransformer, target: Any, *, scale: float = 10.0) -> None:
-        self.model, self.scale, self.goals = released_model(model), scale, model.goals
+        self.model, self.scale, self.goals = to_released(model), scale, model.goals
         self.asked = [(target - MEAN) / (STD + 1e-6) if self.goals else [target / scale]]
         self.limit = int(model.config.max_ep_len)
         self.states: list[Any] = []

@@ -183,7 +183,7 @@ def block(stand_ins: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A block that takes the packed path on a CPU, with dropout of attention weights only."""
     monkeypatch.setattr(blocks, "supports_packed", lambda *args, **kwargs: True)
     some: Any = make(dropout=DROPOUT).encoder.h[0]
-    some.attn.resid_dropout.p = some.mlp.dropout.p = 0.0
+    some.residual_dropout = 0.0
     return some.train()
 
 

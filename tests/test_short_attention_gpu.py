@@ -149,7 +149,7 @@ def test_replays_of_a_graph_draw_anew() -> None:
 def block() -> Any:
     """A block whose only dropout is that of attention weights."""
     some: Any = make(hidden_size=128, heads=2, dropout=0.2).encoder.h[0]
-    some.attn.resid_dropout.p = some.mlp.dropout.p = 0.0
+    some.residual_dropout = 0.0
     some.attn.c_attn.weight.data.mul_(4)  # else all weights are nearly equal
     return some.cuda().train()
 

@@ -387,6 +387,9 @@ class LoaderSettings(Section):
     """Rows of other nodes: from GPU to GPU, by RDMA reads, by gloo; auto: the first that works."""
 
 
+RELEASED = "transformers.DecisionTransformerModel"  # the kind of Hugging Face's class as it is
+
+
 class ModelSettings(Section):
     """The model and its own options; a base for the options of other models."""
 
@@ -452,6 +455,15 @@ class DecoupledSettings(TransformerSettings):
     shape = property(lambda self: (self.layers, self.hidden_size, 2))
 
 
+class ReleasedSettings(TransformerSettings):
+    """The Decision Transformer's, for the class of Hugging Face as it is."""
+
+    kind: Part = RELEASED
+    """As of the Decision Transformer."""
+
+    takes_tasks: ClassVar[Any] = False
+
+
 class MLPSettings(ModelSettings):
     """Size and condition of a multilayer perceptron."""
 
@@ -489,6 +501,7 @@ MODELS: dict[str, type[ModelSettings]] = {
     "decision_transformer": TransformerSettings,
     "decoupled": DecoupledSettings,
     "mlp": MLPSettings,
+    RELEASED: ReleasedSettings,
 }
 
 
