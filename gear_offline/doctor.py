@@ -56,7 +56,7 @@ WHEELS = {"cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy")}  # one import, sever
 # Each sets `facts`; it may fail in any way it likes.
 PROBES = {
     "torch": """
-import torch, transformers
+import torch
 facts = {"cuda_build": torch.version.cuda, "threads": torch.get_num_threads(), "devices": []}
 for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
     gpu = torch.cuda.get_device_properties(index)
@@ -200,7 +200,7 @@ def rdma_devices(root: Path = Path("/sys/class/infiniband")) -> list[dict[str, s
 def _cpu(cpu: Mapping[str, Any], torch: Probe) -> Feature:
     problems = [f"{n} is not installed" for n in CORE_PACKAGES if package_version(n) is None]
     if not torch.works:
-        problems.append(f"importing torch and transformers: {torch.reason}")
+        problems.append(f"importing torch: {torch.reason}")
     if problems:
         install = "install gear-offline again in a fresh virtual environment"
         return Feature("cpu", False, "none: the core is broken", "; ".join(problems), install)

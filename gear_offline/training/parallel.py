@@ -12,13 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.text import size_text
@@ -103,6 +100,9 @@ def shard_model(
     Its products are in `precision`, weights are updated in float32.  Gradients are added up over
     the ranks in float32, with `half_gradients` in `precision`, as those of replicas.
     """
+    from torch.distributed.device_mesh import init_device_mesh  # these take a second to import
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     with world.guard("sharding the model"):
         options: dict[str, Any] = {"mesh": init_device_mesh(device.type, (world.size,))}
         if precision is not None:
@@ -115,15 +115,20 @@ def shard_model(
         losses.to(device)  # what no group manages
 
 
+def is_spread(tensor: Tensor) -> bool:
+    """True of a DTensor, whose class alone takes a second to import."""
+    return hasattr(tensor, "full_tensor")
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Return all of a tensor that may be spread over the ranks, which call this together.
 
     It stays where it is: the host does not wait for a GPU.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_spread(tensor):
         return tensor
     with peers("collecting shards"):
-        return tensor.full_tensor()
+        return cast(Any, tensor).full_tensor()  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
@@ -138,7 +143,10 @@ def take_over(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
         raise KeyError(f"{name} is {was}, not {wanted}")
     for name, tensor in own.items():
         value = given[name]
-        if isinstance(tensor, DTensor) and not isinstance(value, DTensor):
-            mesh, layout = tensor.device_mesh, tensor.placements
+        if is_spread(tensor) and not is_spread(value):
+            from torch.distributed.tensor import distribute_tensor
+
+            spread: Any = tensor
+            mesh, layout = spread.device_mesh, spread.placements
             value = distribute_tensor(value.to(mesh.device_type), mesh, layout, src_data_rank=None)
         tensor.copy_(value)

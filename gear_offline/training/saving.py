@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from gear_offline.errors import NO_SPACE, GearError
 from gear_offline.training.checkpoint import (
@@ -42,6 +41,7 @@ from gear_offline.training.checkpoint import (
     write_checkpoint,
 )
 from gear_offline.training.learner import Learner
+from gear_offline.training.parallel import is_spread
 
 if TYPE_CHECKING:
     from gear_offline.training.sharded import ShardWriter
@@ -108,7 +108,7 @@ class Saver:
         tensors = prefixed(MODEL_PREFIX, model) | prefixed(TRAINING_PREFIX, training)
         if self._shards is None:
             return tensors if self._world.is_first else {}
-        spread = {n: t for n, t in tensors.items() if isinstance(t, DTensor)}
+        spread = {n: t for n, t in tensors.items() if is_spread(t)}
         spread |= prefixed(MODEL_PREFIX, model)  # with buffers, which every rank has
         pieces = prefixed(SHARD_PREFIX, self._shards.pieces(spread))
         whole = {n: t for n, t in tensors.items() if n not in spread}
@@ -228,7 +228,7 @@ def restore(learner: Learner, folder: Path, say: Callable[[str], None]) -> float
         if in_parts:
             from gear_offline.training.sharded import read_into
 
-            moments = {n: t for n, t in learner.optimizer.state().items() if isinstance(t, DTensor)}
+            moments = {n: t for n, t in learner.optimizer.state().items() if is_spread(t)}
             held = prefixed(MODEL_PREFIX, learner.model.state_dict())
             held |= prefixed(TRAINING_PREFIX, moments)
             read_into(path / SHARDED, held)
