@@ -65,6 +65,25 @@ def test_import_loads_neither_torch_nor_cupy() -> None:
     assert found.stdout.strip() == "[]"
 
 
+def test_training_and_playing_import_nothing_that_they_do_not_use(tmp_path: Path) -> None:
+    code = """
+import sys
+import numpy as np
+import gear_offline as go
+options = {"train.steps": 2, "train.device": "cpu", "evaluate.episodes": 1, "train.trackers": []}
+run = go.train("smoke", options | {"evaluate.background": "off"}, out="run", quiet=True)
+go.train("run", {"train.steps": 3}, resume=True, quiet=True)
+go.evaluate(run, episodes=1, out="again.json", quiet=True)
+policy = go.load_policy(run, device="cpu")
+policy.reset(-100.0)
+policy.act(np.zeros((1, 3), np.float32))
+policy.save("policy")
+print(sorted({"transformers", "torch._dynamo", "torch.distributed.tensor"} & set(sys.modules)))
+"""
+    found = run_python("-c", code, cwd=tmp_path, check=True)
+    assert found.stdout.splitlines()[-1] == "[]"
+
+
 def test_every_public_name_resolves_and_dir_lists_no_other() -> None:
     import gear_offline
 

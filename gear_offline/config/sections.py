@@ -394,7 +394,7 @@ class ModelSettings(Section):
     """The model and its own options; a base for the options of other models."""
 
     kind: Part = "decision_transformer"
-    """decision_transformer, decoupled, mlp, or FILE.py:Name; further options are its own."""
+    """decision_transformer, decoupled, mlp, transformers.DecisionTransformerModel, FILE.py:Name."""
     max_timestep: Positive | None = None
     """Longest episode the model can place; null: the longest of the data and the environment."""
 
