@@ -312,8 +312,10 @@ class Hdf5Column:
                 corner = tuple(n * c for n, c in zip((index, *place), self._chunk, strict=True))
                 try:
                     skipped, raw = dataset.id.read_direct_chunk(corner)
-                except RuntimeError:  # it was never written
-                    continue
+                except RuntimeError:
+                    if not self.unwritten:
+                        raise
+                    continue  # it was never written
                 self._check.check(raw, skipped)
             self._checked[index] = True
 
