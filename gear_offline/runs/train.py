@@ -106,7 +106,7 @@ def train(
     text = f"{steps:,} steps" + (f", the first {warmup:,} of them warm-up" if warmup else "")
     say(f"{whole.name}: {text}; seed {whole.seed}", quiet=quiet)
     if is_first_process():
-        check_recipe(whole, where=f"recipe {whole.name}", quiet=quiet)
+        check_recipe(whole, where=f"recipe {whole.name}")
         data, maker = whole.data, whole.data.maker
         is_made = maker.source or maker.collect
         if not (data.tasks or is_made or (data.path and is_there(data.path))):
