@@ -403,7 +403,12 @@ def test_partitions_and_structs_are_named(tmp_path: Path) -> None:
 
 
 def test_other_names_are_suggested(tmp_path: Path) -> None:
-    rows = {"obs": [[1.0]] * 3, "act": [[2.0]] * 3, "rew": [0.5] * 3, "done": [False, True, True]}
+    rows: Any = {
+        "obs": [[1.0]] * 3,
+        "act": [[2.0]] * 3,
+        "rew": [0.5] * 3,
+        "done": [False, True, True],
+    }
     path = write(tmp_path / "x.parquet", rows, None)
     with at_the_command_line():
         said = "--columns observations=obs,actions=act,rewards=rew,done"

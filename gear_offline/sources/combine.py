@@ -38,8 +38,9 @@ from gear_offline.sources.rules import split_values
 
 CODES = "codes"  # attribute: by column the names of its numbers
 Codes = Mapping[str, str]  # number, as JSON has it, to name
-RECORDS = (CODES, "warnings", "left_out", "columns_from", "part_episodes", "parts", "reward_edits")
-RECORDS += ("picked", "options", "edits", "converted_from", "env_id", "env_options")
+RECORDS: tuple[str, ...] = (CODES, "warnings", "left_out", "columns_from", "part_episodes")
+RECORDS += ("parts", "reward_edits", "picked", "options", "edits", "converted_from")
+RECORDS += ("env_id", "env_options")
 FACTS = re.compile(r"fps|freq|hz$|\bdt$|\brate|env|robot|embodiment|task|units?$", re.IGNORECASE)
 MOST_SHOWN = 60  # characters of a value
 MOST_NAMED = 20  # parts that a joined source describes one by one

@@ -188,7 +188,9 @@ def _judge(source: Source, asked: Asked) -> None:
 def _open_folder(path: Path, asked: Asked) -> Source:
     """Open the files of a folder that make one dataset, or those of ``train`` in it (the Hub's)."""
     folder = path.absolute()
-    places = (folder, folder / "train") if (folder / "train").is_dir() else (folder,)
+    places: tuple[Path, ...] = (folder,)
+    if (folder / "train").is_dir():
+        places += (folder / "train",)
     if _listed_files(folder):
         places = (folder,)
     elif (folder / "dataset_dict.json").is_file():
