@@ -110,7 +110,12 @@ def export(path: Path, columns: int) -> Call:
 
 def disk_index(path: Path, episodes: int) -> Call:
     data = dataset(path / "d", episodes=episodes)
-    options = {"batch_size": 4, "context_length": 2, "device": "cpu", "placement": "disk"}
+    options: dict[str, Any] = {
+        "batch_size": 4,
+        "context_length": 2,
+        "device": "cpu",
+        "placement": "disk",
+    }
 
     def call() -> None:
         go.GearLoader(data, **options, host_budget=64 << 20).close()

@@ -226,9 +226,9 @@ class _Steps:
     def read(self, first: int, columns: Columns) -> int:
         """Look at the rows from `first` on; return how many."""
         count, offsets = self.digests.update(first, columns), self._data.episodes.offsets
-        rows = np.arange(first, first + count)
-        numbers = offsets.searchsorted(rows, "right") - 1
-        steps = rows - offsets[numbers]
+        places = np.arange(first, first + count)
+        numbers = offsets.searchsorted(places, "right") - 1
+        steps = places - offsets[numbers]
         names = [n for n in ("observations", "next_observations") if n in columns]
         lead = len(self._before.get("observations", ()))  # the row before the first one, or none
         seen = {n: np.concatenate([self._before.get(n, columns[n][:0]), columns[n]]) for n in names}

@@ -146,8 +146,10 @@ class Recipe(Section):
         """The environments that it names to evaluate in or to collect in, each once."""
         tasks = list((self.data.tasks or {}).values())
         fallbacks = [data.fallback for data in (self.data, *tasks) if data.fallback is not None]
-        makers = [data.collect for data in (self.data, *tasks, *fallbacks)]
-        names = [played.environment for played in (self.evaluate, *tasks, *fallbacks)]
+        makers = [self.data.collect, *(task.collect for task in tasks)]
+        makers += [fallback.collect for fallback in fallbacks]
+        names = [self.evaluate.environment, *(task.environment for task in tasks)]
+        names += [fallback.environment for fallback in fallbacks]
         names += [maker.environment for maker in makers if maker is not None]
         return tuple(dict.fromkeys(filter(None, names)))
 
