@@ -42,7 +42,7 @@ def why_not_captured(
     loader: GearLoader,
     *,
     sharded: bool,
-    freezes: str | None,
+    freezes: str | None = None,
 ) -> str | None:
     """Return the reason not to capture steps as a CUDA graph, if there is one.
 
