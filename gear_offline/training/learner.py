@@ -43,7 +43,7 @@ from gear_offline.training.trained import find_trained
 from gear_offline.training.window import ReportWindow
 
 MEASURED = ("step", "loss", "gradient_norm", "learning_rate")  # names that losses may have too
-WITHOUT_WEIGHTS = ("dropout", "attention", "inherited", "max_timestep")  # options of the moment
+WITHOUT_WEIGHTS = ("dropout", "attention", "max_timestep")  # options of the moment
 SEED_STRIDE = 0x9E3779B97F4A7C15  # between the seeds of two ranks
 ITEMS, SELECTION = "items/", "selection/"  # before the names of their arrays in a checkpoint
 
