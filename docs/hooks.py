@@ -79,7 +79,8 @@ def commands_page() -> str:
         lines.extend(["| option | default | meaning |", "|---|---|---|"])
         for parameter in command.params:
             is_option = parameter.param_type_name == "option"
-            names = ", ".join(parameter.opts) if is_option else parameter.name.upper()
+            words = [*parameter.opts, *parameter.secondary_opts]
+            names = ", ".join(words) if is_option else parameter.name.upper()
             value = f" {parameter.metavar}" if is_option and parameter.metavar else ""
             default = f"`{parameter.default}`" if parameter.default else ""
             meaning = " ".join((parameter.help or "").split())

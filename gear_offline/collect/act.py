@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ class ActReport(Document):
 def act(
     run: str | os.PathLike[str],
     *,
-    environment: str | None = None,
+    environment: str | Callable[..., Any] | None = None,
     environment_options: Mapping[str, Any] | None = None,
     actors: int = 1,
     episodes: int | None = None,

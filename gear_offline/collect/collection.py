@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count, repeat
 from pathlib import Path
@@ -27,7 +27,7 @@ from gear_offline.config.arguments import check_arguments
 from gear_offline.config.environment_options import typed_options
 from gear_offline.core.parts import admit, part_name
 from gear_offline.core.system import usable_cores, versions
-from gear_offline.core.text import Document, count_text, say
+from gear_offline.core.text import Document, count_text, say, short
 from gear_offline.core.types import Array
 from gear_offline.dataset.schema import is_lost
 from gear_offline.errors import GearError, InputError, given_path
@@ -76,7 +76,7 @@ class MakerReport(Recorded):
     action_noise: float  # as asked of `collect`
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class CollectReport(Recorded):
     """The file that `collect` wrote."""
 
@@ -85,10 +85,15 @@ class CollectReport(Recorded):
     makers: tuple[MakerReport, ...]  # one entry a part
     train_steps: int = 0  # environment steps that training used; 0 without one
 
+    def __repr__(self) -> str:
+        size = f"{count_text(self.episodes, 'episode')}, {count_text(self.steps, 'step')}"
+        returns = f"returns {short(self.min_return)} to {short(self.max_return)}"
+        return f"CollectReport({str(self.path)!r}: {self.environment_id}, {size}, {returns})"
+
 
 @check_arguments()
 def collect(
-    environment: str,
+    environment: str | Callable[..., Any],
     out: str | os.PathLike[str],
     *,
     environment_options: Mapping[str, Any] | None = None,
@@ -112,7 +117,7 @@ def collect(
     Parameters
     ----------
     environment
-        Gymnasium id, e.g. ``"Hopper-v5"``.
+        Gymnasium id, e.g. ``"Hopper-v5"``, FILE.py:Name, or a class or function.
     environment_options
         What `gymnasium.make` takes besides, such as ``{"max_episode_steps": 40}``; it is recorded.
     out

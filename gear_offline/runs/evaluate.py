@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def evaluate(
     *,
     targets: Sequence[float] | float | None = None,
     episodes: int | None = None,
-    environment: str | None = None,
+    environment: str | Callable[..., Any] | None = None,
     environment_options: Mapping[str, Any] | None = None,
     checkpoint: str | int | None = None,
     seed: int | None = None,

@@ -143,7 +143,7 @@ class RunWriter(Closing):
             write_file(file, content.encode())
             stopped = learner.step < self._recipe.train.steps
             end = f"stopped by a callback at step {learner.step:,}," if stopped else "complete"
-            text = f"{self._recipe.name}: {end} after {self.seconds:,.0f} s"
+            text = f"{self._recipe.name}: {end} after {self.seconds:,.0f} s of training"
             if steps:
                 rate = learner.meter.text()
                 text += (f", {rate} while stepping" if rate else "") + (

@@ -34,6 +34,8 @@ from gear_offline.sources.input_files import InputFile, reading_errors
 SUFFIXES = (".hdf5", ".h5")
 OTHER_FILES = {  # how a file of such a name comes in by Python
     ".csv": "pandas.read_csv({!r}).to_parquet('mine.parquet')",
+    ".jsonl": "pandas.read_json({!r}, lines=True).to_parquet('mine.parquet')",
+    ".npy": "go.from_arrays({{'observations': numpy.load({!r}), 'actions': ...}})",
     ".json": "pandas.read_json({!r}).to_parquet('mine.parquet')",
     ".mat": "file = scipy.io.loadmat({!r}, squeeze_me=True); "
     "go.convert(go.from_arrays({{n: file[n] for n in file if n[0] != '_'}}), 'OUT')",
@@ -86,7 +88,8 @@ class Hdf5File(Closing):
         with _reading(path):
             if not h5py.is_hdf5(path):
                 way = OTHER_FILES.get(path.suffix.lower(), "").format(str(path))
-                what = f"{path.suffix} files are not read" if way else "not an HDF5 file"
+                is_other = path.suffix and not path.suffix.lower().startswith(".h")
+                what = f"{path.suffix} files are not read" if is_other else "not an HDF5 file"
                 remedy = f"in Python: {way}; " * bool(way) + "docs/how-to/convert.md, Other files: "
                 remedy += "HDF5, npz, parquet, arrow and zarr are read"
                 raise InputError("SOURCE_READ", what, str(path), remedy)

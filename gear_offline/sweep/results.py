@@ -105,8 +105,11 @@ class SeedTable(Document):
 
     @property
     def headings(self) -> dict[str, str]:
-        """The headings of the metrics that some trial has."""
-        return {n: text for n, text in METRICS.items() if any(n in r.estimates for r in self.rows)}
+        """The headings of the metrics that some trial has; the best return where it is another."""
+        pairs = [(r.estimates.get("return"), r.estimates.get("best_return")) for r in self.rows]
+        none = {"best_return"} if all(last == best for last, best in pairs) else set()
+        known = {name for row in self.rows for name in row.estimates} - none
+        return {name: text for name, text in METRICS.items() if name in known}
 
     @property
     def asked(self) -> dict[float, str]:
