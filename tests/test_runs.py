@@ -144,7 +144,11 @@ def test_seeds_stay_one_setting_however_much_others_differ(runs: Path, tmp_path:
         (folder / "recipe.yaml").write_text(recipe.to_yaml())
         return folder
 
-    far = {"optimizer.weight_decay": 0.125, "loader.gamma": 0.25, "optimizer.clip_norm": 0.5}
+    far: dict[str, Any] = {
+        "optimizer.weight_decay": 0.125,
+        "loader.gamma": 0.25,
+        "optimizer.clip_norm": 0.5,
+    }
     far |= {"optimizer.betas": [0.5, 0.9], "loader.normalize_states": False, "model.dropout": 0}
     many = [runs / "a-s0", runs / "a-s1", copied("far-s0", "a-s0", far)]
     comparison = go.compare_runs(many, out=tmp_path / "far.png")

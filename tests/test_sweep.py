@@ -154,8 +154,8 @@ def test_directories_that_are_not_this_sweeps(recipe: Recipe, tmp_path: Path) ->
 def test_nothing_starts_when_a_trial_does_not_fit(recipe: Recipe, tmp_path: Path) -> None:
     out = tmp_path / "sweep"
     wrong: list[tuple[str, dict[str, Any]]] = [
-        ("MODEL", {"options": {"model.max_timestep": [None, 3]}}),
-        ("USAGE", {"options": {"train.device": ["cpu", "auto"]}}),
+        ("MODEL", {"overrides": {"model.max_timestep": [None, 3]}}),
+        ("USAGE", {"overrides": {"train.device": ["cpu", "auto"]}}),
         ("USAGE", {"parallel": 0}),
     ]
     for code, options in wrong:
@@ -309,7 +309,7 @@ def test_seeds() -> None:
     assert {text: parse_seeds(text) for text in given} == given
     assert parse_seeds("2", 5) == parse_seeds(2, 5) == [5, 6] == parse_seeds([5, 6], 9)
     for text in ("", "0", "-1", "1.5", "a", ",", "1,-2", "99999999999", "1..", "3..2", "0..20000"):
-        with one_error("USAGE", "--seeds"):
+        with one_error("USAGE", "seeds"):
             parse_seeds(text)
 
 

@@ -9,7 +9,8 @@ from typing import ParamSpec, TypeVar
 
 from gear_offline.errors import InputError
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def check_arguments(
