@@ -137,6 +137,7 @@ def test_the_overview_has_groups_and_the_version(capsys: Captured) -> None:
         ("train smoke --train.steps=5", "; write train.steps=VALUE without dashes\n"),
         ("train smoke --steps 5", "; write train.steps=VALUE without dashes\n"),
         ("sweep smoke --batch-size=5", "; write loader.batch_size=VALUE without dashes\n"),
+        ("train smoke --gpu", "; write train.device=cuda without dashes\n"),
         ("train smoke --zzz", "; see gear-offline train --help\n"),
         ("inspect --steps", "; see gear-offline inspect --help\n"),
         ("recipes list", "; see gear-offline recipes --help\n"),
@@ -158,6 +159,15 @@ def test_wrong_usage_is_one_line_that_says_the_way_out(
 ) -> None:
     line = said(capsys, *words.split())
     assert line.startswith("error[USAGE]: ") and line.endswith(end)
+
+
+def test_a_name_of_something_else_is_said(
+    tmp_path: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = said(capsys, "evaluate", "smoke")
+    assert "the name of a recipe, not a run" in line and "`gear-offline train smoke` makes" in line
+    assert "there is no file nosuch.yaml" in said(capsys, "train", "nosuch.yaml")
 
 
 def test_bad_input_is_one_line_and_exit_2(

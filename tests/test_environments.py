@@ -152,6 +152,20 @@ def test_each_value_of_a_strangers_environment_is_looked_at(
         assert caught.value.exit_code == 2 and not out.exists()
 
 
+def test_a_last_observation_that_is_nan_is_played_and_not_recorded(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """Nobody acts on it, but data have it as next_observations."""
+    said: dict[str, Any] = {"seen": np.full(3, np.nan), "terminated": True}
+    monkeypatch.setattr(Given, "said", said)
+    with Environments("GearTest/Given-v0", 1) as made:
+        played = play_episodes(Constant(np.zeros(2)), made, seeds=[0], targets=[0.0])
+    assert played.lengths.tolist() == [1] and played.terminated.all()
+    with one_error("ENVIRONMENT", "a last observation that is NaN"):
+        collect("GearTest/Given-v0", tmp_path / "x.hdf5", steps=3, quiet=True)
+    assert not (tmp_path / "x.hdf5").exists()
+
+
 def test_ctrl_c_in_an_environment_stays_ctrl_c(monkeypatch: Patch) -> None:
     monkeypatch.setattr(Given, "said", {"step": KeyboardInterrupt()})
     with make_environment("GearTest/Given-v0") as made, pytest.raises(KeyboardInterrupt):

@@ -295,6 +295,26 @@ def test_a_checkpoint_that_training_removes_meanwhile_is_played_to_the_end(
     assert json.loads((run / "evaluation.json").read_text())["step"] == 20
 
 
+def test_a_mean_score_is_of_all_tasks_or_of_none() -> None:
+    ends = (0.0, 28.0)
+
+    def score(*references: tuple[float, float] | None) -> float | None:
+        tasks = [
+            EvaluationTask(
+                environment="GearTest/Counted-v0", name=f"t{n}", targets=(1.0,), seed=6 - n,
+                episodes=1, reference=reference,
+            )
+            for n, reference in enumerate(references)
+        ]  # fmt: skip
+        report = evaluate_tasks(always(Constant(np.zeros(3))), tasks)
+        assert report.ranking == report.normalized_score
+        return report.normalized_score
+
+    # an episode of seed s pays 1 + 2 + ... + (s % 7 + 1)
+    assert score(ends, ends) == pytest.approx((100 * 28 / 28 + 100 * 21 / 28) / 2)
+    assert score(ends, None) is None and score(None, None) is None
+
+
 def test_the_best_is_said_to_be_that_of_the_targets() -> None:
     def summarized(*targets: tuple[float, float], score: float | None = None) -> tuple[str, str]:
         rows = [{"target": asked, "return": got} for asked, got in targets]

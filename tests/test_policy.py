@@ -454,13 +454,27 @@ def test_a_policy_of_one_environment_takes_a_number() -> None:
         policy.reset(3600)
 
 
-def test_model_is_left_in_evaluation_mode_and_acts_alike_each_time() -> None:
+def test_a_model_in_training_acts_in_evaluation_mode_and_goes_on_training(
+    tmp_path: Path,
+) -> None:
     model, acted = make(dropout=0.5).train(), []
     for policy in (make_policy(model), make_policy(model)):
         policy.reset([0], 3.0)
         acted.append(policy.act(np.ones((1, STATES))))
-    assert not model.training
     np.testing.assert_array_equal(acted[0], acted[1])
+    frozen = next(iter(model.children())).eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    assert len(set(modes.values())) == 2 and frozen is not model
+    export_policy(policy, tmp_path / "p.onnx")
+    with pytest.raises(InputError):  # of another environment
+        go.evaluate(policy, environment="Blackjack-v1", episodes=1, targets=1.0, quiet=True)
+    live, plain = make(dropout=0.5, state_dim=3, action_dim=1).train(), {"state_mean": None}
+    played = Policy(live, **plain, state_std=None, returns_scale=1.0, context_length=4)
+    how: dict[str, Any] = {"environment_options": {"max_episode_steps": 3}, "quiet": True}
+    go.evaluate(played, environment="Pendulum-v1", episodes=1, targets=1.0, **how)
+    assert all(module.training for module in live.modules())
+    assert modes == {name: module.training for name, module in model.named_modules()}
+    assert not go.load_policy(policy.save(tmp_path / "p")).model.training
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e300])

@@ -104,6 +104,23 @@ def test_what_playing_does_not_share_with_the_data_is_said(
     assert ("map made the data's observations, and Pendulum-v1 has its own" in said) is mapped
 
 
+@pytest.mark.parametrize(("scale", "share"), [(2.0, None), (2.01, None), (8.0, "75%")])
+def test_actions_that_playing_clips_are_said(
+    scale: float, share: str | None, tmp_path: Path, capfd: Captured
+) -> None:
+    """Pendulum takes -2 .. 2."""
+    columns = hopper_columns(1000, state_dim=3, action_dim=1)
+    columns["actions"] = np.linspace(-scale, scale, 1000, dtype=np.float32)[:, None]
+    convert(ArraySource(columns, [500, 500]), tmp_path / "d", quiet=True)
+    recipe = tiny_recipe(tmp_path / "d", "evaluate.environment=Pendulum-v1")
+    resolve(recipe.replace({"model.action_tanh": False}), open_dataset(tmp_path / "d"))
+    lines = [line for line in capfd.readouterr().err.splitlines() if "beyond the bounds" in line]
+    assert len(lines) == bool(share)
+    if share:
+        assert share == f"{np.mean(np.abs(columns['actions']) > 2.04):.0%}"
+        assert lines[0].startswith(f"{share} of the data's actions are beyond the bounds of")
+
+
 def test_another_version_of_the_simulator_is_said(tmp_path: Path, capfd: Captured) -> None:
     columns = hopper_columns(6, state_dim=3, action_dim=1)
     position = {"infos/qpos": np.zeros((6, 1))}  # MuJoCo's data have it

@@ -212,11 +212,14 @@ def test_a_run_is_resumed_from_another_folder(
     other = tmp_path / "other"
     other.mkdir()
     monkeypatch.chdir(other)
-    with one_error("DATASET_NOT_FOUND", f"no dataset at d .relative to {other}") as caught:
-        go.train("../run", "train.steps=3", resume=True, quiet=True)
-    assert f"made in {tmp_path}: go there, or give data.path=" in caught.value.remedy
-    moved = ["train.steps=3", f"data.path={shutil.move(tmp_path / 'd', other / 'e')}"]
-    assert go.train("../run", moved, resume=True, quiet=True).steps == 3
+    assert go.train("../run", "train.steps=3", resume=True, quiet=True).steps == 3
+    moved = f"data.path={shutil.move(tmp_path / 'd', other / 'e')}"
+    for source in ((), ("data.source=d4rl:hopper-medium-v2",)):  # it would be made again
+        with one_error("DATASET_NOT_FOUND", f"no dataset at {tmp_path / 'd'}") as caught:
+            go.train("../run", ("train.steps=4", *source), resume=True, quiet=True)
+        assert "say where it is now, data.path=" in caught.value.remedy
+    assert go.train("../run", ("train.steps=4", moved), resume=True, quiet=True).steps == 4
+    assert os.listdir(other) == ["e"]
 
 
 def test_trainings_in_threads_learn_what_they_learn_alone(data: Path, tmp_path: Path) -> None:

@@ -60,7 +60,10 @@ def register_importable() -> None:
 
 
 class FakePool:
-    """Plays in this process, `delay` polls after it was asked; step `deadly` kills a worker."""
+    """Plays in this process, `delay` polls after it was asked, or twice as many by turns.
+
+    Step `deadly` kills a worker.
+    """
 
     delay, deadly = 0, 0
     made: ClassVar[list[FakePool]] = []
@@ -77,7 +80,7 @@ class FakePool:
 
     def submit(self, function: str, *job: Any) -> int:
         self.jobs.append(job)
-        self.left[len(self.jobs)] = FakePool.delay
+        self.left[len(self.jobs)] = FakePool.delay * (1 + len(self.jobs) % 2)  # the first is late
         self.most = max(self.most, len(self.left))
         return len(self.jobs)
 

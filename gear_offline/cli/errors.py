@@ -16,6 +16,8 @@ from gear_offline.core.files import CHECK, REMEDIES
 from gear_offline.core.text import printable, show_error
 from gear_offline.errors import NO_SPACE, GearError, is_out_of_memory
 
+DEVICES = {"gpu": "cuda", "cuda": "cuda", "cpu": "cpu"}  # options of other programs
+
 
 def tell(error: Exception, debug: bool) -> int:
     """Print `error` as one line, with its traceback before it if `debug`; return the exit code."""
@@ -66,6 +68,8 @@ def _remedy(error: Exception, message: str) -> str:
         from gear_offline.config.problems import guess_option  # loads pydantic
         from gear_offline.config.recipe import Recipe
 
+        if device := DEVICES.get(option[1]):
+            return f"write train.device={device} without dashes"
         path = option[1].replace("-", "_").split(".")
         is_free = path[0] == "selection" or path[:2] == ["data", "tasks"]
         if guess := ".".join(path) if is_free else guess_option(Recipe, path):

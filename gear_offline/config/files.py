@@ -94,6 +94,8 @@ def find_recipe(name_or_path: str | os.PathLike[str], *, relative_to: Path | Non
     guess = nearest(path.stem, list(shipped))
     may_be_run = path.is_dir() or (is_path and not path.suffix)
     what = f"no recipe {text!r}" + (" and no run there" if may_be_run else "")
+    if path.suffix in (".yaml", ".yml"):
+        what = f"there is no file {text}"
     remedy = (f"did you mean {guess!r}? " if guess else "") + "`gear-offline recipes ls` lists them"
     raise InputError("RECIPE", what, str(relative_to or ""), remedy)
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from gear_offline.config.sections import (
     MODELS,
     OWN_MODEL,
-    DataSettings,
+    StoredSettings,
     TaskSettings,
     selection_options,
 )
@@ -129,15 +129,15 @@ def problem_text(problem: Any) -> str:
     return f"{path}: {message}" if path else message
 
 
-def no_data(data: DataSettings, made_in: str | None = None) -> InputError:
-    """Return the error of a recipe whose dataset is not there; its run was `made_in` a folder."""
+def no_data(data: StoredSettings, *, is_of_run: bool = False) -> InputError:
+    """Return the error of a recipe whose dataset is not there; that of a run is not made again."""
     what = "the recipe names no data"
     remedy = "set data.path to a dataset; `gear-offline convert FILE data/mine` makes one"
     if data.path is not None:
         what = f"no dataset at {data.path} (relative to {Path.cwd()})"
         remedy = "make it with `gear-offline convert`, or say what to convert: data.source"
-    if data.maker.source or data.maker.collect:
+    if is_of_run:
+        remedy = "the run began with it: say where it is now, data.path=PATH"
+    elif data.maker.source or data.maker.collect:
         remedy = "`gear-offline train` makes it"
-    elif made_in not in (None, str(Path.cwd())):
-        remedy = f"the run was made in {made_in}: go there, or give data.path=PATH"
     return InputError("DATASET_NOT_FOUND", what, where="data.path", remedy=remedy)

@@ -158,8 +158,9 @@ class Recipe(Section):
         """Names of environments' options that a file alone may not ask for."""
         tasks = list((self.data.tasks or {}).values())
         makers = [self.data.collect, *(task.collect for task in tasks)]
-        for section in (self.evaluate, *tasks, *filter(None, makers)):
-            options = section.environment_options or {}
+        named = [self.evaluate.environment_options, *(task.environment_options for task in tasks)]
+        named += [maker.environment_options for maker in makers if maker is not None]
+        for options in filter(None, named):
             if beyond_bounds(options):
                 yield options_name(options)
 

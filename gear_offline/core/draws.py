@@ -29,10 +29,12 @@ class Draws:
 
     def seed(self, seed: int) -> None:
         """Begin anew."""
-        bits = np.random.MT19937()
+        bits: Any = np.random.MT19937()
         bits.state = np.random.RandomState(seed % 2**32).get_state(legacy=False)
         self._own: Any = random.Random(seed).getstate(), bits, None
-        self._seed, self._callers, self._whole = seed, None, None
+        self._seed = seed
+        self._callers: Any = None
+        self._whole: Any = None  # the callers' state of `np.random`
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -52,10 +54,11 @@ class Draws:
     def _exchange(self, states: Any) -> Any:
         """Set the global generators to `states`; return theirs."""
         python, bits, torch_state = states
+        numpy: Any = np.random
         torch: Any = sys.modules.get("torch")  # most environments do without
-        before = random.getstate(), np.random.get_bit_generator(), torch and torch.get_rng_state()
+        before = random.getstate(), numpy.get_bit_generator(), torch and torch.get_rng_state()
         random.setstate(python)
-        np.random.set_bit_generator(bits)
+        numpy.set_bit_generator(bits)
         if torch and torch_state is None:
             torch.default_generator.manual_seed(self._seed)
         elif torch:

@@ -7,12 +7,14 @@ the longest episode.  `resolve` fills these in, so that a run directory speaks f
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from math import isclose, isfinite
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings, DataSettings, PlaySettings
 from gear_offline.convert.conversion import changed_files, convert, options_text
 from gear_offline.core.files import check_folder, turn_of
-from gear_offline.core.hub import is_there
+from gear_offline.core.hub import is_hub, is_there
 from gear_offline.core.parts import is_same
 from gear_offline.core.system import available_bytes, versions
 from gear_offline.core.text import count_text, say, short, size_text, texts
@@ -59,6 +61,8 @@ from gear_offline.training.trained import find_trained
 
 MOST_FLOAT32 = float(np.finfo(np.float32).max)
 SEEN = 0.05  # returns-to-go below it are next to nothing to the model
+SLACK, LEAST_BEYOND = 0.01, 0.01  # of an action's range, and of actions: less is not said
+SHARDS_READ = 8  # at most, to count actions
 MOST_SQUARED = 1e18  # the squares of a layer's inputs are finite in float32, and so is their sum
 
 # the data -------------------------------------------------------------------------------------
@@ -221,15 +225,26 @@ def settle(recipe: Recipe, run: Path, device: torch.device, *, start: Path | Non
     before = recipe_before(run, start)
     recipe = recipe if before is None else going_on(recipe, before[0])
     train = recipe.train
-    changes = {
+    changes: dict[str, Any] = {
         "optimizer.warmup_steps": recipe.optimizer.warmup(train.steps),
         "train.compile": "on" if is_compiled(train) else "off",
         "train.threads": train.threads or cpu_threads(recipe),
     }
+    # it may go on from another directory
+    if (path := _whole_path(recipe.data.path)) is not None:
+        changes["data.path"] = path
+    tasks = recipe.data.tasks or {}
+    if tasks:
+        changes["data.tasks"] = {n: {"path": _whole_path(task.path)} for n, task in tasks.items()}
     if train.precision == "auto":
         half, _ = resolve_precision("auto", device)
         changes["train.precision"] = "fp32" if half is None else "bf16"
     return recipe.settle(changes)
+
+
+def _whole_path(path: str | None) -> str | None:
+    """Return the whole path of a dataset; names on the Hub as they are."""
+    return path if path is None or is_hub(path) else os.path.abspath(path)
 
 
 def resolve(
@@ -323,6 +338,8 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
     if options is None and (is_own or dataset.environment_id is None):
         options = dataset.environment_options or None
     facts, sizes = _probe_environment(recipe, dataset, options, sizes, quiet=quiet)
+    if facts is not None and plays:
+        _say_clipped(dataset, facts, quiet=quiet)
     if facts is not None:
         longest = max(longest, facts.step_limit)
     elif plays:
@@ -405,6 +422,27 @@ def _say_what_differs(recipe: Recipe, dataset: Dataset, environment: str | None)
     if recipe.loader.gamma < 1.0 and not goals:
         what = f"loader.gamma is {recipe.loader.gamma:g}: returns that are asked for are discounted"
         say(f"{what}, those that are achieved are not")
+
+
+def _say_clipped(dataset: Dataset, environment: EnvironmentFacts, *, quiet: bool) -> None:
+    """Say how many of the data's actions are beyond what the environment takes."""
+    low, high, actions = environment.low, environment.high, dataset.statistics["actions"]
+    width = high - low
+    if environment.discrete or not np.isfinite(width).all():
+        return
+    low, high = low - SLACK * width, high + SLACK * width
+    if (actions.min.reshape(-1) >= low).all() and (actions.max.reshape(-1) <= high).all():
+        return
+    beyond = count = 0
+    shards = np.linspace(0, len(dataset.manifest.shards) - 1, SHARDS_READ).astype(int)
+    for _, rows in chain.from_iterable(dataset.stream(n, "actions") for n in {*shards.tolist()}):
+        values = rows.reshape(len(rows), -1)
+        beyond, count = beyond + int(((values < low) | (values > high)).sum()), count + values.size
+    if beyond > LEAST_BEYOND * count:
+        what = f"{beyond / count:.0%} of the data's actions are beyond the bounds of "
+        what += f"{environment.environment_id}, {environment.low.min():g} .. "
+        what += f"{environment.high.max():g}: playing clips them"
+        say(f"{what}; scale them (convert --map), or wrap the environment", quiet=quiet)
 
 
 def _say_returns_scale(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> None:

@@ -107,10 +107,10 @@ def train(
     say(f"{whole.name}: {text}; seed {whole.seed}", quiet=quiet)
     if is_first_process():
         check_recipe(whole, where=f"recipe {whole.name}")
-        data, maker = whole.data, whole.data.maker
-        is_made = maker.source or maker.collect
-        if not (data.tasks or is_made or (data.path and is_there(data.path))):
-            raise no_data(data, before and before[1].folder)
+        for data in (whole.data.tasks or {"": whole.data}).values():
+            is_made = before is None and (data.maker.source or data.maker.collect)
+            if not (is_made or (data.path and is_there(data.path))):
+                raise no_data(data, is_of_run=before is not None)
         check_place(path, resume=resume)  # last: what is typed wrong is told first
     from gear_offline.runs import loop  # loads torch
 

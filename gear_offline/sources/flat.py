@@ -44,9 +44,9 @@ def open_hdf5(file: Hdf5File, asked: Asked) -> Source:
     facts: dict[str, Any] = {"attributes": attributes, "metadata": file.metadata()}
     options, whole = dict[str, Any](), partial[Any](file.attribute, "/")
     with suppress(TypeError, ValueError, RecursionError):
-        options |= json.loads(whole("env_options"), parse_constant=str)
+        options |= json.loads(str(whole("env_options")), parse_constant=str)
     with suppress(TypeError, ValueError):  # of what was exported
-        edits = dict(json.loads(whole("edits")))
+        edits = dict(json.loads(str(whole("edits"))))
         facts |= {name: edits[name] for name in EDITS if isinstance(edits.get(name), list)}
     return table_source(
         file.datasets,

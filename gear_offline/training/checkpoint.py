@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field
 
-from gear_offline.config.files import lost_recipe
+from gear_offline.config.files import lost_recipe, recipe_paths
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import read_regular, sync_directory, write_error, write_file
 from gear_offline.core.hub import is_hub
@@ -363,7 +363,10 @@ def no_run(path: Path) -> InputError:
     what, remedy = "there is no such run", "`gear-offline train smoke` makes a run in runs/"
     if near:
         remedy = f"give the directory of a run, e.g. {near[0].parent}"
-    if (path / "manifest.json").exists():
+    if str(path) in recipe_paths():
+        what, makes = "this is the name of a recipe, not a run", f"`gear-offline train {path}`"
+        remedy = f"{makes} makes a run in runs/" if not near else f"{remedy}; {makes} makes another"
+    elif (path / "manifest.json").exists():
         what = "this is a dataset, not a run"
     elif (path / "recipe.yaml").is_file():
         what = "the run has no checkpoint yet"
