@@ -132,6 +132,7 @@ def expected(run: Path) -> Shown:
             whole = {"return": found.get("return"), "score": found.get("normalized_score")}
             for target in found["targets"]:
                 asked = f"{target['target']!r}".removesuffix(".0")
+                asked = asked if len(asked) < 14 else f"{target['target']:.3g}"  # was computed
                 whole[f"return_{asked}"] = target["return"]
                 whole[f"score_{asked}"] = target.get("normalized_score")
             for tag, value in whole.items():
