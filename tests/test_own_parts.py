@@ -132,7 +132,7 @@ def test_nobodys_word_imports_nothing(own: Path, monkeypatch: Patch) -> None:
     folder = run.policy(device="cpu").save("policy")
     another_process(monkeypatch, own / "elsewhere")
     for place in (run.path, folder):
-        with one_error("MODEL", "that only a run.*--model .*net.py:Net"):
+        with one_error("MODEL", "that only a run.*model='.*net.py:Net'"):
             go.load_policy(place, device="cpu")
     with one_error("MODEL", "that only a run"):
         go.train("run", {"train.steps": STEPS + 1}, resume=True, quiet=True)

@@ -127,8 +127,8 @@ def named_parts(options: Any) -> set[str]:
     if isinstance(options, (list, tuple)):
         return set[str]().union(*map(named_parts, options))
     words = [options, *options.split(",")] if isinstance(options, str) else [options]
-    names = [part_name(word.strip() if isinstance(word, str) else word) for word in words]
-    return {name for name in names if is_part(name)}
+    parts = [part_name(word.strip() if isinstance(word, str) else word) for word in words]
+    return {name for name in parts if is_part(name)}
 
 
 def with_bases(path: Path, depth: int = 0) -> tuple[dict[str, Any], set[str]]:
