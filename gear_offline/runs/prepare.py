@@ -230,16 +230,14 @@ def settle(recipe: Recipe, run: Path, device: torch.device, *, start: Path | Non
         "train.compile": "on" if is_compiled(train) else "off",
         "train.threads": train.threads or cpu_threads(recipe),
     }
-    # it may go on from another directory
-    if (path := _whole_path(recipe.data.path)) is not None:
-        changes["data.path"] = path
-    tasks = recipe.data.tasks or {}
-    if tasks:
-        changes["data.tasks"] = {n: {"path": _whole_path(task.path)} for n, task in tasks.items()}
     if train.precision == "auto":
         half, _ = resolve_precision("auto", device)
         changes["train.precision"] = "fp32" if half is None else "bf16"
-    return recipe.settle(changes)
+    options = recipe.settle(changes).to_dict()
+    # a path that is named so is no other data: their maker stays
+    for section in (options["data"], *(options["data"]["tasks"] or {}).values()):
+        section["path"] = _whole_path(section["path"])  # the run may go on from another directory
+    return Recipe.read(options, where=recipe.name)
 
 
 def _whole_path(path: str | None) -> str | None:
