@@ -33,7 +33,8 @@ def to_released(model: DecisionTransformer) -> DecisionTransformerModel:
         released.embed_return = nn.Linear(model.config.state_dim, model.config.hidden_size)
     weights = model.state_dict()
     released.load_state_dict({name: weights[name] for name in released.state_dict()})
-    return released.eval()
+    released.train(False)
+    return released
 
 
 def from_released(released: DecisionTransformerModel) -> DecisionTransformer:

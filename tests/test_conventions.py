@@ -772,7 +772,7 @@ def test_an_environment_that_changes_inside_episodes_is_refused(names: Any) -> N
 
 
 def test_next_observations_tell_environments_in_turn(tmp_path: Path) -> None:
-    after = TURNS["observations"] + np.float32([0, 1])
+    after = TURNS["observations"] + np.array([0, 1], np.float32)
     said = go.convert(
         npz(tmp_path, TURNS | {"next_observations": after}), tmp_path / "d", quiet=True
     ).source

@@ -74,7 +74,7 @@ def test_recomputing_changes_nothing(dropout: float) -> None:
     model, batch = trained(dropout=dropout), make_batch()
     found = []
     for recompute in (False, True):
-        model.encoder.gradient_checkpointing = recompute
+        model.recomputed = recompute
         torch.manual_seed(3)
         found.append(gradients(model, batch))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

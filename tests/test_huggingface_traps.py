@@ -166,7 +166,7 @@ def test_policy_shows_the_model_what_training_showed(kind: str, tmp_path: Path) 
             if goals:
                 assert torch.equal(returns[0], batch["goals"][row].expand(last + 1, -1))
             elif asked.get("gamma") != 0.0:
-                assert torch.equal(returns[0], batch.returns_to_go[row, window])
+                assert torch.equal(returns[0], batch["returns_to_go"][row, window])
             else:  # the next reward, which nobody knows
                 assert (returns[0] == np.float32(wanted)).all()
             policy.observe_reward(
@@ -180,7 +180,11 @@ def test_values_in_the_padding_are_harmless(dataset: Dataset, padding: str) -> N
     model, batch = make_model(), next(make_loader(dataset, padding=padding))
     expected, empty = model.loss(batch), batch.attention_mask == 0
     assert empty.any(), "the test needs padding"
-    for tensor, value in ((batch.states, 3.0), (batch.actions, -10.0), (batch.returns_to_go, 9.0)):
+    for tensor, value in (
+        (batch.states, 3.0),
+        (batch.actions, -10.0),
+        (batch["returns_to_go"], 9.0),
+    ):
         tensor[empty] = value
     assert torch.allclose(model.loss(batch), expected, rtol=0, atol=TOLERANCE)
 

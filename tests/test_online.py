@@ -13,7 +13,7 @@ import gear_offline as go
 from gear_offline.collect.record import stream
 from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
-from gear_offline.models.decision_transformer import build_model
+from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.models.gaussian import Gaussian, gaussian_losses
 from gear_offline.models.hugging_face import to_released
 from gear_offline.runs.loop import TrainingInterrupted
@@ -110,6 +110,7 @@ def test_a_stochastic_run_resumes_bit_for_bit_and_acts_by_its_mean(
     inputs = {"states": torch.randn(2, 4, policy.state_dim), "returns_to_go": torch.ones(2, 4, 1)}
     inputs["actions"] = torch.zeros(2, 4, policy.action_dim)
     inputs["timesteps"] = torch.arange(4).expand(2, 4)
+    assert isinstance(policy.model, DecisionTransformer)
     plain = to_released(policy.model)  # the means are the released class's actions
     with torch.no_grad():
         ours, theirs = (one.eval()(**inputs).action_preds for one in (policy.model, plain))

@@ -882,7 +882,8 @@ def test_a_class_of_a_cell_that_was_edited_is_told(
     run = go.train("smoke", words, model=cell(CELL), out="run", quiet=True)
     go.train("smoke", words, model=cell(CELL + "\nepochs = 3"), out="other", quiet=True)
     assert go.load_policy(run).action_dim == 1, "run again, it is the same"
-    edited = cell(CELL.replace(*change.split("/")))
+    before, _, after = change.partition("/")
+    edited = cell(CELL.replace(before, after))
     go.train("smoke", words, model=edited, out="edited", quiet=True)
     with one_error("MODEL", "__main__:Net has changed since the run began.*the class itself"):
         go.load_policy(run)

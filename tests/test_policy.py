@@ -468,8 +468,8 @@ def test_a_model_in_training_acts_in_evaluation_mode_and_goes_on_training(
     export_policy(policy, tmp_path / "p.onnx")
     with pytest.raises(InputError):  # of another environment
         go.evaluate(policy, environment="Blackjack-v1", episodes=1, targets=1.0, quiet=True)
-    live, plain = make(dropout=0.5, state_dim=3, action_dim=1).train(), {"state_mean": None}
-    played = Policy(live, **plain, state_std=None, returns_scale=1.0, context_length=4)
+    live = make(dropout=0.5, state_dim=3, action_dim=1).train()
+    played = Policy(live, state_mean=None, state_std=None, returns_scale=1.0, context_length=4)
     how: dict[str, Any] = {"environment_options": {"max_episode_steps": 3}, "quiet": True}
     go.evaluate(played, environment="Pendulum-v1", episodes=1, targets=1.0, **how)
     assert all(module.training for module in live.modules())

@@ -18,7 +18,7 @@ from PIL import Image
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.convert.conversion import convert
-from gear_offline.core.text import exact, markdown, printable, told_apart
+from gear_offline.core.text import markdown, printable, told_apart
 from gear_offline.plots import draw_mean, from_zero, label, legend, new_figure, titles
 from gear_offline.progress import Terminal, print_table
 from gear_offline.runs.report import write_report
@@ -191,13 +191,10 @@ def test_names_are_shown_as_they_are(name: str) -> None:
 
 @given(st.lists(st.floats(-1e18, 1e18), min_size=1, max_size=4, unique=True))
 def test_numbers_are_names(values: list[float]) -> None:
-    assert [float(exact(value)) for value in values] == values
     assert len(set(told_apart(values))) == len(values)
 
 
 def test_whole_numbers_are_as_written() -> None:
-    written = ["1000001", "-1234567", "0.1", "0", "12345678.5", "3600"]
-    assert [exact(float(text)) for text in written] == written and exact(-0.0) == "0"
     assert told_apart([1000001.0, 12345678.5, -131.2345678901]) == [
         "1,000,001",
         "12,345,678.5",

@@ -181,7 +181,7 @@ def test_all_that_an_environment_draws_has_the_seed_of_its_episode(
     before = [*drawn(), *drawn()]
     seed_all(1)
     assert drawn() == before[:3]
-    how = {"environments": environments, "processes": processes}
+    how: dict[str, Any] = {"environments": environments, "processes": processes}
     played = play(Constant(np.zeros(3)), "GearTest/Drawing-v0", seeds, **how)
     files = [tmp_path / f"{n}.hdf5" for n in (1, 2)]
     for file in files:

@@ -152,7 +152,7 @@ def test_feedback_without_the_host(kernels: Any, table: Table) -> None:
             assert bits(batches._fills[0].windows) == bits(gather.gather(drawn))
             expected = reference.importance(drawn.probability, step=step).astype(np.float32)
             np.testing.assert_array_max_ulp(feedback.importance().numpy(), expected, maxulp=1)
-            losses = batches.batch.rewards[:, 0, 0].abs() * 10
+            losses = batches.batch["rewards"][:, 0, 0].abs() * 10
             feedback.update(batches.batch, losses)
             with feedback.paused():
                 feedback.update(batches.batch, losses * 9)

@@ -122,10 +122,10 @@ def test_a_family_s_rule_holds_in_every_format(  # terminals after steps 3 and 8
     ends: list[int], terminated: list[bool], reference: str | None,
 ) -> None:  # fmt: skip
     terminals, timeouts = np.isin(np.arange(12), (2, 7)), np.isin(np.arange(12), limit or [])
-    columns = flagged(
+    made = flagged(
         terminals, timeouts if limit else None, observations=widths[0], actions=widths[1]
     )
-    columns = {n: rows for n, rows in columns.items() if not n.startswith("infos")}
+    columns: dict[str, Any] = {n: rows for n, rows in made.items() if not n.startswith("infos")}
     paths = [tmp_path / f"{name}{suffix}" for suffix in (".hdf5", ".npz", ".parquet")]
     write(paths[0], columns)
     np.savez(paths[1], **columns)

@@ -198,7 +198,7 @@ def test_a_strangers_recipe_imports_nothing(
     Path("kept.yaml").write_text(theirs.to_yaml())
     options = {"train.steps": 2, "train.device": "cpu"}
     options |= {"data.path": "dataset"} if option[:4] != "data" else {}
-    forms = ["run", "run/recipe.yaml", "mine.yaml", "linked.yaml", "kept.yaml", theirs]
+    forms: list[Any] = ["run", "run/recipe.yaml", "mine.yaml", "linked.yaml", "kept.yaml", theirs]
     forms += [go.load_recipe("mine.yaml"), theirs.replace(options), theirs.model_copy()]
     forms += [Recipe.parse(theirs.to_dict()), pickle.loads(pickle.dumps(theirs))]
     for number, form in enumerate(forms):

@@ -85,7 +85,8 @@ def duration(path: Path) -> float:
     """Return the seconds that a video lasts, as its reader says."""
     if path.suffix == ".gif":
         with Image.open(path) as file:
-            return sum(image.info["duration"] for image in ImageSequence.Iterator(file)) / 1000
+            lengths = [float(image.info["duration"]) for image in ImageSequence.Iterator(file)]
+            return sum(lengths) / 1000
     frames, seconds = imageio_ffmpeg.count_frames_and_secs(path)
     assert frames == 8
     return float(seconds)

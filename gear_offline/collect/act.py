@@ -105,12 +105,12 @@ def act(
     _wait_for_checkpoint(path, quiet=quiet)
     recipe = while_removed(lambda: chosen_checkpoint(path)).recipe
     readmit(recipe.trusted)
-    environment = part_name(environment)
-    admit([environment])
+    typed: str | None = part_name(environment)
+    admit([typed] if typed else [])
     if recipe.data.admit_every is None or recipe.data.path is None:
         what, remedy = "the run's data do not grow", "train it with data.admit_every=1000"
         raise InputError("USAGE", what, str(path), remedy)
-    name, targets = environment or recipe.evaluate.environment, recipe.evaluate.targets
+    name, targets = typed or recipe.evaluate.environment, recipe.evaluate.targets
     if name is None or (target is None and targets is None):
         what = "the run names no environment to play in, or no return to ask for"
         raise InputError("ENVIRONMENT", what, str(path), "give --environment and --target")

@@ -158,7 +158,8 @@ def collect(
     asked = {"policy": policy, "quality": quality, "steps": steps, "seed": seed}
     text = json.dumps(asked | {"train_steps": train_steps, "action_noise": action_noise})
     out, parts = given_path(out, "OUTPUT_WRITE", where="out"), quality_parts(policy, quality)
-    admit([environment := part_name(environment)])
+    environment_id: str = part_name(environment)
+    admit([environment_id])
     for name, number, least in (
         ("steps", steps, 1),
         ("processes", processes, 1),
@@ -176,23 +177,23 @@ def collect(
         processes = 1  # a library's model stays in the process that trained it
     with new_hdf5(out, overwrite=overwrite) as writer:
         how, several = typed_options(environment_options), min(usable_cores(), MAX_PROCESSES)
-        with Crew(environment, how, processes=processes or several) as crew:
-            say_version(environment, quiet=quiet)
+        with Crew(environment_id, how, processes=processes or several) as crew:
+            say_version(environment_id, quiet=quiet)
             source: ars.Training | EpisodePolicy
             used, best = 0, None
             if "random" in parts:
                 source = RandomPolicy(crew.facts.low, crew.facts.high, crew.facts.choices)
             elif policy == "ars":
-                options = ars.options_for(environment, train_steps=train_steps)
+                options = ars.options_for(environment_id, train_steps=train_steps)
                 source = ars.train(crew, options, seed, action_noise=action_noise, quiet=quiet)
                 used, best = source.steps, source.best.policy
-                _check_gate(gate, source.best.mean_return, environment)
+                _check_gate(gate, source.best.mean_return, environment_id)
             elif policy == "play":
-                source = play_policy(environment, how)
+                source = play_policy(environment_id, how)
             else:
                 used = train_steps or LIBRARY_STEPS
                 say(f"train {policy} for {count_text(used, 'step')}", quiet=quiet)
-                source = train_with_library(policy, environment, how, steps=used, seed=seed)
+                source = train_with_library(policy, environment_id, how, steps=used, seed=seed)
             makers = _makers(parts, source, steps, seed, action_noise)
             with Progress(f"record {out.name}", total=steps, unit="steps", quiet=quiet) as progress:
                 _record(crew, writer, makers, steps, progress, exact=exact_steps)
@@ -203,7 +204,7 @@ def collect(
             makers=tuple(maker.report() for maker in makers if maker.recorded),
             train_steps=used,
         )
-        _check_gate(gate, max(maker.mean_return for maker in report.makers), environment)
+        _check_gate(gate, max(maker.mean_return for maker in report.makers), environment_id)
         options_used = {"env_options": json.dumps(how)} if how else {}
         facts = {"asked": text, **_attributes(report, seed), **options_used}
         writer.describe(facts, _metadata(makers, best))

@@ -126,7 +126,7 @@ def named_parts(options: Any) -> set[str]:
         return names - {*(known if isinstance(known, Mapping) else ())}
     if isinstance(options, (list, tuple)):
         return set[str]().union(*map(named_parts, options))
-    words = [options, *options.split(",")] if isinstance(options, str) else [options]
+    words: list[Any] = [options, *options.split(",")] if isinstance(options, str) else [options]
     parts = [part_name(word.strip() if isinstance(word, str) else word) for word in words]
     return {name for name in parts if is_part(name)}
 

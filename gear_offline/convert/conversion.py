@@ -36,7 +36,7 @@ from gear_offline.convert.shards import (
 from gear_offline.core.files import new_directory, write_file
 from gear_offline.core.parts import is_same, part_name
 from gear_offline.core.text import count_text, say, texts
-from gear_offline.core.types import Array, BoolArray
+from gear_offline.core.types import Array
 from gear_offline.dataset.dataset import Dataset, with_shards
 from gear_offline.dataset.inspect import summary
 from gear_offline.dataset.manifest import (
@@ -568,12 +568,13 @@ def _turn_length(data: Source | Dataset, pairs: list[tuple[str, str]]) -> int:
         for side in (0, 1)
     )
 
-    def is_next(lag: int) -> BoolArray:
-        return np.isclose(after[:-lag], now[lag:], 1e-3, 1e-3, equal_nan=True).all(1)
+    def is_mostly_next(lag: int) -> bool:
+        near = np.isclose(after[:-lag], now[lag:], 1e-3, 1e-3, equal_nan=True)
+        return 2 * int(near.all(1).sum()) > rows
 
     alike = np.isclose(now, after[0], 1e-3, 1e-3, equal_nan=True).all(1)
     lags = [lag for lag in np.flatnonzero(alike).tolist() if 1 < lag <= rows // 3]
-    return next((lag for lag in lags[:100] if 2 * is_next(lag).sum() > rows), 0)
+    return next((lag for lag in lags[:100] if is_mostly_next(lag)), 0)
 
 
 def _of_kept(info: SourceInfo, kept: Sequence[ColumnSpec], names: Mapping[str, str]) -> SourceInfo:

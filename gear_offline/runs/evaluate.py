@@ -99,11 +99,11 @@ def evaluate(
     else:
         run = given_path(run, "RUN_NOT_FOUND", where="run")
         trained = find_trained(run, checkpoint, model=model)
-    environment = part_name(environment)
-    admit([environment])
+    name: str | None = part_name(environment)
+    admit([name] if name else [])
     how = None if environment_options is None else typed_options(environment_options)
-    tasks = _chosen_tasks(trained, environment, how, targets)
-    if environment is None or is_same(environment, trained.recipe.evaluate.environment):
+    tasks = _chosen_tasks(trained, name, how, targets)
+    if name is None or is_same(name, trained.recipe.evaluate.environment):
         say_left_out(how, trained.recipe.evaluate.environment_options)
     for index, task in enumerate(tasks):
         count = (task.episodes or EPISODES) if episodes is None else episodes

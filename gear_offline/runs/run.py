@@ -27,7 +27,6 @@ from gear_offline.training.records import EvaluationReport, read_evaluations, sc
 
 if TYPE_CHECKING:  # it loads torch
     from gear_offline.models.policy import Policy
-    from gear_offline.runs.evaluate import evaluate
 
 DEPTH = 4  # folders below the one that was named: sweeps lie in runs/, their runs two below
 WRITTEN = ("recipe.yaml", "metrics.jsonl", "evaluations.jsonl", "summary.json")
@@ -106,15 +105,11 @@ class Run(os.PathLike[str]):
 
         return load_policy(self.path, task, checkpoint=checkpoint, device=device)
 
-    if TYPE_CHECKING:  # editors and type checkers know the options
-        evaluate = evaluate
-    else:
+    def evaluate(self, **options: Any) -> EvaluationReport:
+        """Play episodes, score them and keep the result; options of `gear_offline.evaluate`."""
+        from gear_offline.runs.evaluate import evaluate
 
-        def evaluate(self, **options: Any) -> EvaluationReport:
-            """Play episodes, score them and keep the result; options of `gear_offline.evaluate`."""
-            from gear_offline.runs.evaluate import evaluate
-
-            return evaluate(self.path, **options)
+        return evaluate(self.path, **options)
 
     def facts(self) -> dict[str, str]:
         """Return short facts of the run by name."""

@@ -107,7 +107,7 @@ def train(
     say(f"{whole.name}: {text}; seed {whole.seed}", quiet=quiet)
     if is_first_process():
         check_recipe(whole, where=f"recipe {whole.name}")
-        for data in (whole.data.tasks or {"": whole.data}).values():
+        for data in (whole.data.tasks or {}).values() or [whole.data]:
             is_made = before is None and (data.maker.source or data.maker.collect)
             if not (is_made or (data.path and is_there(data.path))):
                 raise no_data(data, is_of_run=before is not None)

@@ -84,7 +84,8 @@ class StateScales(BaseModel):
             if not is_array:  # a graph takes them as constants
                 moments = tuple(states.new_tensor(each.tolist()) for each in moments)
             states = (states - moments[0]) / moments[1]
-        return _cast(states, "float32")
+        scaled: Values = _cast(states, "float32")
+        return scaled
 
 
 class ObservedColumn(StateScales):
@@ -136,7 +137,8 @@ class Window(Scales):
 
     def returns(self, targets: Values) -> Values:
         """Return (...,) returns-to-go of asked returns, in the units of the data's rewards."""
-        return _cast(_cast(targets, "float64") / self.returns_scale, "float32")
+        returns: Values = _cast(_cast(targets, "float64") / self.returns_scale, "float32")
+        return returns
 
     def rest(self, targets: Float64Array, rewards: Float64Array) -> Float64Array:
         """Return (n,) the asked returns at the next step, after `rewards` of the environment.
