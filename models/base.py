@@ -183,6 +183,8 @@ class SequenceModel(nn.Module):
         Names of methods that are compiled besides the blocks of a deep model.
     formula
         The meaning of `flops` in words.
+    uncaptured
+        The reason why its steps cannot be captured as a CUDA graph, if they cannot.
     blocks
         Its layers in order, where there are such: compiled, sharded, recomputed one by one.
 
@@ -214,6 +216,7 @@ class SequenceModel(nn.Module):
     stochastic: bool = False
     compiled: tuple[str, ...] = ()
     formula: str = ""
+    uncaptured: str | None = None
 
     if TYPE_CHECKING:  # modules and buffers of one's own
 

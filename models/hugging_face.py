@@ -15,7 +15,7 @@ from gear_offline.config.sections import ReleasedSettings
 from gear_offline.errors import InputError
 from gear_offline.models.base import ModelFacts, SequenceModel
 from gear_offline.models.decision_transformer import UNUSED, DecisionTransformer, config_of
-from gear_offline.models.transformer_config import TransformerConfig
+from gear_offline.models.transformer_config import RELEASED, TransformerConfig
 
 
 def to_released(model: DecisionTransformer) -> DecisionTransformerModel:
@@ -62,6 +62,7 @@ class Released(SequenceModel):
     """
 
     Settings = ReleasedSettings
+    uncaptured = "the released class copies numbers from the host in each step"
 
     def __init__(self, facts: ModelFacts, settings: ReleasedSettings) -> None:
         super().__init__(facts, settings)
@@ -94,4 +95,5 @@ class Released(SequenceModel):
 
 
 def _released_config(config: TransformerConfig) -> DecisionTransformerConfig:
-    return DecisionTransformerConfig.from_dict(config.to_dict())
+    keys = {name: value for name, value in config.to_dict().items() if name not in RELEASED}
+    return DecisionTransformerConfig(**keys)  # from_dict builds the defaults too, and warns of them

@@ -99,7 +99,7 @@ class Learner:
             world,
             self.loader,
             sharded=self.parallel.sharded,
-            freezes=built.trial.freezes,
+            freezes=built.trial.freezes or built.model.uncaptured,
         )
         self.is_captured = self.graph_reason is None  # else steps are launched one by one
         if is_compiled(recipe.train) and self.is_captured:
