@@ -69,7 +69,7 @@ class ForkedWorker:
 
     def __init__(self, words: Sequence[str], *, env: dict[str, str], **_: Any) -> None:
         begin_server()
-        with Connection(os.dup(int(words[3]))) as connection:
+        with Connection(os.dup(int(words[-2]))) as connection:
             self._process = SERVER.Process(target=_work, args=(connection, env))
             self._process.start()
         self.pid, self.kill = self._process.pid, self._process.kill

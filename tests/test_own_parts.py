@@ -841,7 +841,7 @@ def test_a_sweep_does_not_go_on_with_a_file_that_changed(own: Path) -> None:
     words = options(train__steps=2, evaluate__episodes=0)
     go.sweep("smoke", words, seeds=2, out="sweep", parallel=1, quiet=True)
     (own / "beside.py").write_text(f"{BESIDE}# mended\n")
-    with one_error("RUN_MISMATCH", "net.py:Net has changed since this run began.*--out"):
+    with one_error("RUN_MISMATCH", "net.py:Net has changed since this run began.*(out)"):
         go.sweep("smoke", words, seeds=3, out="sweep", parallel=1, quiet=True)
     (own / "beside.py").write_text(BESIDE)
     again = go.sweep("smoke", words, seeds=3, out="sweep", parallel=1, quiet=True)
@@ -870,7 +870,7 @@ def test_a_class_of_a_cell_that_was_edited_is_told(
     own: Path, monkeypatch: Patch, capsys: Captured, change: str
 ) -> None:
     """What it is made of counts: its code, and the functions and constants of the notebook."""
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", None)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", None, raising=False)
     words = options(train__steps=2, evaluate__episodes=0)
     del words["model.kind"]
 

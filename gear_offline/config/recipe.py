@@ -7,6 +7,7 @@ Everything is checked when a recipe is built: all that is wrong becomes one `Inp
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -40,6 +41,7 @@ from gear_offline.config.sections import (
     TransformerSettings,
 )
 from gear_offline.config.strict_yaml import dump_yaml
+from gear_offline.core.hub import is_hub
 from gear_offline.core.parts import admit, is_part, part_name, readmit
 from gear_offline.errors import InputError
 
@@ -197,7 +199,7 @@ class Recipe(Section):
     def data_key(self) -> str:
         """The options that its dataset depends on; recipes of one key may share the dataset."""
         of_tasks = f" {self.loader.returns_scale}" if self.data.tasks else ""
-        return self.data.model_dump_json() + of_tasks
+        return json.dumps(whole_paths(self.data.model_dump(mode="json"))) + of_tasks
 
     @classmethod
     def parse(cls, value: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
@@ -245,6 +247,14 @@ class Recipe(Section):
     def settle(self, changes: Overrides) -> Recipe:
         """Return a copy with options as data or a run say; of their names nobody types one."""
         return Recipe.read(apply_overrides(self.to_dict(), changes), where=self.name)
+
+
+def whole_paths(data: dict[str, Any]) -> dict[str, Any]:
+    """Make the paths of datasets whole in options ``data``; names on the Hub stay."""
+    for section in (data, *(data["tasks"] or {}).values()):
+        if section["path"] is not None and not is_hub(section["path"]):
+            section["path"] = os.path.abspath(section["path"])
+    return data
 
 
 def recipe_option(name: str) -> str | None:

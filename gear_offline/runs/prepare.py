@@ -7,7 +7,6 @@ the longest episode.  `resolve` fills these in, so that a run directory speaks f
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -23,11 +22,11 @@ import numpy as np
 import torch
 
 from gear_offline.config.files import MAKERS
-from gear_offline.config.recipe import Recipe
+from gear_offline.config.recipe import Recipe, whole_paths
 from gear_offline.config.sections import CollectSettings, DataSettings, PlaySettings
 from gear_offline.convert.conversion import changed_files, convert, options_text
 from gear_offline.core.files import check_folder, turn_of
-from gear_offline.core.hub import is_hub, is_there
+from gear_offline.core.hub import is_there
 from gear_offline.core.parts import is_same
 from gear_offline.core.system import available_bytes, versions
 from gear_offline.core.text import count_text, say, short, size_text, texts
@@ -234,15 +233,9 @@ def settle(recipe: Recipe, run: Path, device: torch.device, *, start: Path | Non
         half, _ = resolve_precision("auto", device)
         changes["train.precision"] = "fp32" if half is None else "bf16"
     options = recipe.settle(changes).to_dict()
-    # a path that is named so is no other data: their maker stays
-    for section in (options["data"], *(options["data"]["tasks"] or {}).values()):
-        section["path"] = _whole_path(section["path"])  # the run may go on from another directory
+    # the run may go on from another directory; data that are named so are no others
+    whole_paths(options["data"])
     return Recipe.read(options, where=recipe.name)
-
-
-def _whole_path(path: str | None) -> str | None:
-    """Return the whole path of a dataset; names on the Hub as they are."""
-    return path if path is None or is_hub(path) else os.path.abspath(path)
 
 
 def resolve(
