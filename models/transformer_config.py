@@ -76,9 +76,7 @@ class TransformerConfig(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.hidden_size % self.n_head:
-            raise ValueError(
-                f"{self.n_head} heads do not divide a hidden size of {self.hidden_size}"
-            )
+            raise ValueError("n_head does not divide hidden_size")
         if self.activation_function not in ACTIVATIONS:
             names = ", ".join(ACTIVATIONS)
             raise ValueError(f"activation_function is none of {names}")

@@ -107,14 +107,14 @@ def test_an_episode_can_be_replayed_exactly_from_its_seed_and_actions() -> None:
         c = player.play(plan).columns()
         observation, _ = fresh.reset(seed=plan.reset_seed)
         for t in range(len(c["rewards"])):
-            np.testing.assert_array_equal(c["observations"][t], observation.astype(np.float32))
+            np.testing.assert_array_equal(c["observations"][t], observation)
             np.testing.assert_array_equal(
                 c["infos/qpos"][t],
                 fresh.unwrapped.data.qpos.astype(np.float32),  # type: ignore[attr-defined]
             )
             observation, reward, *_ = fresh.step(c["actions"][t])
-            assert np.float32(reward) == c["rewards"][t]
-        np.testing.assert_array_equal(c["next_observations"][-1], observation.astype(np.float32))
+            assert reward == c["rewards"][t]
+        np.testing.assert_array_equal(c["next_observations"][-1], observation)
 
 
 def test_environments_that_cannot_be_recorded_are_refused() -> None:

@@ -186,7 +186,7 @@ def test_damage_is_one_error(tmp_path: Path) -> None:
 
 HUGE = 2**40
 FOREIGN: list[tuple[str, Any]] = [
-    *((name, HUGE) for name in ("num_labels", "hidden_size", "n_positions", "max_ep_len")),
+    *((name, HUGE) for name in ("hidden_size", "n_positions", "max_ep_len")),
     *((name, HUGE) for name in ("vocab_size", "n_inner", "state_dim", "context_length")),
     *(("n_layer", value) for value in (-1, 0, 1e12, True, "2", None, [2], 10**6)),
     *(("n_head", value) for value in (-1, 3, 2.0)),
