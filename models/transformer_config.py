@@ -36,7 +36,8 @@ class TransformerConfig(BaseModel):
     several.  ``tasks``: see `gear_offline.models.multitask`.
     """
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+    # not frozen: the Trainer of transformers sets `use_cache`
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
     state_dim: Size
     act_dim: Size
     hidden_size: Size

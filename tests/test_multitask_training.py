@@ -212,7 +212,7 @@ def test_strategies_are_compared_in_every_task(tmp_path: Path, monkeypatch: Patc
     asked = Mock(side_effect=GearError("MEMORY", "enough for this test"))
     monkeypatch.setattr("gear_offline.analysis.strategies.run_trials", asked)
     names = "top_k:k=1,shuffled_epochs"
-    compared = partial(compare_strategies, recipe, names, out=tmp_path / "o", quiet=True)
+    compared = partial(compare_strategies, recipe, strategies=names, out=tmp_path / "o", quiet=True)
     rows = {row.strategy: row for row in compared().strategies}
     assert "cannot be mixed" in str(rows["shuffled_epochs"].error)
     assert rows["uniform_steps"].error is None and rows["top_k"].error is None
