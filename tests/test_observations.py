@@ -395,7 +395,7 @@ def flat(folder: Path) -> Any:
     rows = {"camera": rng.integers(0, 256, (24, 3, 24, 36), np.uint8), "terminals": ends}
     rows |= {"state": rng.normal(size=(24, 3)), "rewards": rng.normal(size=24)}
     np.savez(folder / "flat.npz", actions=rng.uniform(-1, 1, (24, 2)).astype("f4"), **rows)
-    with one_error("COLUMN", "several: name them by --columns"):
+    with one_error("COLUMN", "several: name them by columns"):
         go.convert(folder / "flat.npz", folder / "nothing", quiet=True)
     space = spaces.Dict({"camera": CAMERA, "state": WIDE})  # colours last
     return folder / "flat.npz", ["camera", "state"], space, {}
