@@ -26,9 +26,10 @@ OUT_OF_MEMORY = (
 # at most 200 characters of module:namespace/name-vN
 ENVIRONMENT_ID = re.compile(r"(?!.{201})(?:[\w.]+:)?(?:[\w:-]+/)?[\w:.-]+", re.ASCII)
 
-# an option of a command with what can only be its value; other programs' commands stay as they are
+# an option of a command with what can only be its value; commands and what is quoted stay
 _OPTION = re.compile(
-    r"(?P<command>`[^`]*`|\b(?:gear-offline|pip|torchrun|docker|ray start) [^;`]*)"
+    r"(?P<kept>`[^`]*`|(?<!\w)'[^']*'(?!\w)|\"[^\"]*\""
+    r"|\b(?:gear-offline|pip|torchrun|docker|ray start) [^;`]*)"
     r"|(?<![\w-])--(?P<name>(?!debug|json|nproc)[a-z]+(?:-[a-z]+)*)"
     r"(?: (?P<value>'[^']*'|(?=[^\s;)]*[^a-z\s;)(,.'-])[^\s;)]*[^\s;),.:]"
     r"|(?:none|done-only|terminals|actions)\b))?"
@@ -54,8 +55,8 @@ def for_caller(text: str) -> str:
 
 def _argument(option: re.Match[str]) -> str:
     """Return the keyword argument that an option of the command line is in Python."""
-    if option["command"]:
-        return option["command"]
+    if option["kept"]:
+        return option["kept"]
     name, value = option["name"].replace("-", "_"), (option["value"] or "").strip("'")
     if name == "shard_size":
         name = "shard_bytes"
@@ -96,11 +97,13 @@ class GearError(Exception):
         self.what = what
         self.where = where
         self.remedy = remedy
-        place = f" ({where})" if where else ""
+        named = for_caller(where) if where.startswith("--") else where  # files are others' text
+        place = f" ({named})" if where else ""
         advice = f"; {remedy}" if remedy else ""
         # What, where and the remedy in one line.  Not a property: torch gives exceptions of
         # workers whose class has a `message` back by that keyword.
-        self.message = for_caller(" ".join(f"{what}{place}{advice}".split()))
+        text = f"{for_caller(what)}{place}{for_caller(advice)}"
+        self.message = " ".join(text.split())
         super().__init__(code, what, where, remedy)
 
     def __str__(self) -> str:

@@ -122,6 +122,7 @@ class Drawing(Counted):
 
     def __init__(self) -> None:
         self.place = np.random.uniform() + random.random()
+        self.wind = gymnasium.spaces.Box(-1.0, 1.0, (), np.float64)
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         gymnasium.Env.reset(self, seed=seed)
@@ -130,7 +131,7 @@ class Drawing(Counted):
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         paid = self.place + random.gauss(0, 1) + np.random.uniform() + torch.randn(1).item()
-        paid += self.action_space.sample().sum() + self.np_random.normal()
+        paid += self.action_space.sample().sum() + self.np_random.normal() + self.wind.sample()
         self.left -= 1
         return self.observation_space.sample(), paid + action[0], self.left == 0, False, {}
 

@@ -369,6 +369,15 @@ class Counts(Draws):
         return {"action": super().losses(batch)["action"] * self.seen}
 
 
+class Unsaved(Draws):
+    def __init__(self, facts, settings):
+        super().__init__(facts, settings)
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def after_step(self):
+        self.seen += 1
+
+
 class Twice(Draws):
     def __init__(self, facts, settings):
         super().__init__(facts, settings)
@@ -400,6 +409,8 @@ def test_what_a_run_can_live_with_is_a_line(own: Path, capsys: Captured) -> None
     said = capsys.readouterr().err
     assert "Counts changes seen from step to step" in said and "draws random numbers" in said
     assert run.policy(device="cpu").model.sees_timesteps is False, "no timestep moves its actions"
+    train("unsaved", model__kind="draws.py:Unsaved", **changes)
+    assert "Unsaved changes seen from step to step" in capsys.readouterr().err
     with one_error("MODEL", "computed twice, its blocks give another norm.running_mean"):
         train("twice", model__kind="draws.py:Twice", train__recompute=True, **changes)
     assert not Path("twice").exists()

@@ -151,6 +151,12 @@ def test_python_is_told_arguments(option: str, argument: str) -> None:
     assert InputError("A_CODE", "wrong", remedy=option).message == f"wrong; {argument}"
 
 
+def test_what_is_quoted_or_a_place_is_no_option() -> None:
+    error = InputError("A_CODE", "no 'x --steps 5'", "a --name/b.h5", "take --where '--x > 0'")
+    assert error.message == "no 'x --steps 5' (a --name/b.h5); take where='--x > 0'"
+    assert InputError("A_CODE", "wrong", "--targets").message == "wrong (targets)"
+
+
 def test_a_command_is_told_options(folder: Path, capsys: Captured) -> None:
     file = folder.parent / "there.hdf5"
     file.write_text("")

@@ -168,7 +168,7 @@ def test_all_that_an_environment_draws_has_the_seed_of_its_episode(
     )
     for seed in seeds:
         seed_all(seed)
-        for space in (raw.action_space, raw.observation_space):
+        for space in (raw.action_space, raw.observation_space, raw.wind):
             space.seed(seed)
         raw.reset(seed=seed)
         total, over, steps = 0.0, False, 0

@@ -311,13 +311,15 @@ def layers(raw: gymnasium.Env[Any, Any]) -> Iterator[gymnasium.Env[Any, Any]]:
 
 
 def seed_spaces(raw: gymnasium.Env[Any, Any], seed: int) -> None:
-    """Seed the spaces of an environment; those of its class become its own first."""
+    """Seed all spaces that an environment holds; those of its class become its own first."""
     *_, bare = layers(raw)
-    for name in ("observation_space", "action_space"):
-        if isinstance(getattr_static(bare, name, None), gymnasium.Space) and name not in vars(bare):
+    for name in dir(type(bare)):
+        if isinstance(getattr_static(bare, name), gymnasium.Space) and name not in vars(bare):
             setattr(bare, name, copy.deepcopy(getattr(bare, name)))
-        for layer in layers(raw):
-            getattr(layer, name).seed(seed)
+    for layer in layers(raw):
+        for space in (layer.observation_space, layer.action_space, *vars(layer).values()):
+            if isinstance(space, gymnasium.Space):
+                space.seed(seed)
 
 
 def not_finite(what: str, environment_id: str) -> InputError:

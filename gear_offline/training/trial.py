@@ -111,9 +111,13 @@ class _Trier:
         reason = f"its losses draw from {' and '.join(sorted(self.drawn))}" if self.drawn else None
         self.counts = _differing(_attributes(self.fresh), _attributes(self.tried))
         if self.counts:
-            reason = f"Python counts in {self.counts[0]}"
+            held = dict(self.fresh.named_buffers())  # of which a graph has the changes
+            if frozen := [name for name in self.counts if name not in held]:
+                reason = f"Python counts in {frozen[0]}"
             what = f"changes {', '.join(self.counts[:5])} from step to step, and no checkpoint has "
-            self._remark(f"{what}such an attribute: make it a buffer (register_buffer)")
+            self._remark(
+                f"{what}such an attribute: make it a buffer that is saved, register_buffer"
+            )
         elif any(_apart(first[name], after[name], EXACT) for name in first):
             reason = "its losses change by what is in Python"
             what = "has other losses for the same batch, weights and seed: keep what changes in "
@@ -302,8 +306,9 @@ def _is_there(value: object) -> bool:
 
 
 def _unlearnt(model: SequenceModel) -> list[Tensor]:
-    """Return what changes without the optimiser: buffers and frozen parameters."""
-    return [*model.buffers(), *(p for p in model.parameters() if not p.requires_grad)]
+    """Return what checkpoints have and no optimiser changes: buffers and frozen parameters."""
+    state = model.state_dict(keep_vars=True).values()
+    return [tensor for tensor in state if not tensor.requires_grad]
 
 
 def _apart(values: Tensor, others: Tensor, share: float = ALIKE) -> bool:
@@ -314,12 +319,14 @@ def _apart(values: Tensor, others: Tensor, share: float = ALIKE) -> bool:
 
 
 def _attributes(model: SequenceModel) -> dict[str, Any]:
-    """Return plain attributes of a model's modules, and of its class, by name."""
+    """Return what no checkpoint has of a model's modules, and of its class, by name."""
     classes = [c for c in type(model).__mro__ if not c.__module__.startswith(("gear_", "torch."))]
     found = {name: v for c in reversed(classes) for name, v in vars(c).items() if name[:2] != "__"}
     for path, module in model.named_modules():
         dot = path and f"{path}."
         found |= {f"{dot}{name}": v for name, v in vars(module).items() if name not in MODULE}
+    saved = model.state_dict()
+    found |= {name: buffer for name, buffer in model.named_buffers() if name not in saved}
     return {name: _content(value) for name, value in found.items()}
 
 
