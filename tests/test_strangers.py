@@ -15,6 +15,7 @@ import pytest
 import xxhash
 
 import gear_offline as go
+from gear_offline.config.files import copy_recipe
 from gear_offline.config.recipe import Recipe
 from gear_offline.errors import GearError
 from gear_offline.evaluation.environments import make_environment
@@ -199,7 +200,12 @@ def test_a_strangers_recipe_imports_nothing(
     options = {"train.steps": 2, "train.device": "cpu"}
     options |= {"data.path": "dataset"} if option[:4] != "data" else {}
     forms: list[Any] = ["run", "run/recipe.yaml", "mine.yaml", "linked.yaml", "kept.yaml", theirs]
-    forms += [go.load_recipe("mine.yaml"), theirs.replace(options), theirs.model_copy()]
+    forms += [
+        copy_recipe("run", "copied.yaml"),
+        go.load_recipe("mine.yaml"),
+        theirs.replace(options),
+        theirs.model_copy(),
+    ]
     forms += [Recipe.parse(theirs.to_dict()), pickle.loads(pickle.dumps(theirs))]
     for number, form in enumerate(forms):
         with suppress(GearError):

@@ -11,7 +11,7 @@ from typing import Any
 from gear_offline.config.environment_options import options_name
 from gear_offline.config.problems import nearest
 from gear_offline.config.sections import PlaySettings
-from gear_offline.config.strict_yaml import read_yaml, typed_value
+from gear_offline.config.strict_yaml import dump_yaml, read_yaml, typed_value
 from gear_offline.core.files import LOCK, check_new_file, write_file, writing
 from gear_offline.core.parts import is_part, is_same, part_name
 from gear_offline.core.text import plain, typed
@@ -46,7 +46,12 @@ def copy_recipe(name: str, destination: str | os.PathLike[str] = ".") -> Path:
     source, target = find_recipe(name), given_path(destination, "OUTPUT_WRITE", where="destination")
     if target.is_dir():
         target = target / f"{source.stem}.yaml"
-    text = re.sub(r"(?m)^name: .*$", f"name: {target.stem}", source.read_text("utf-8"), count=1)
+    text = source.read_text("utf-8")
+    if is_of_run(source):  # nobody types names by copying them
+        content = _read(source)
+        known = dict.fromkeys(sorted(named_parts(content)), "") | dict(content.get("parts") or {})
+        text = dump_yaml(content | {"parts": known})
+    text = re.sub(r"(?m)^name: .*$", f"name: {target.stem}", text, count=1)
     check_new_file(target)
     with writing(target):
         write_file(target, text.encode())
