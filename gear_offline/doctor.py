@@ -163,7 +163,8 @@ def probe(code: str, *, seconds: float = SECONDS) -> Probe:
     script = f"import json\nfacts = {{}}\n{code}\nprint(json.dumps(facts))"
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-c", script],  # nothing of the folder we stand in
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONSAFEPATH": "1"},  # nothing of the folder we stand in
             capture_output=True,
             text=True,
             timeout=seconds,

@@ -79,6 +79,17 @@ def test_a_worker_imports_nothing_of_the_folder_it_stands_in(
     assert "memory" not in caught.value.remedy
 
 
+def test_making_an_environment_runs_nothing_of_the_folder_it_stands_in(tmp_path: Path) -> None:
+    """Importing mujoco imports glfw, which starts Python that imports ctypes."""
+    (tmp_path / "ctypes.py").write_text(f"open({str(tmp_path / 'RAN')!r}, 'w').close()")
+    code = "from gear_offline.evaluation.environments import make_environment as make\n"
+    code += "make('Pendulum-v1').close()"
+    paths = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    command = [sys.executable, "-P", "-c", code]
+    subprocess.run(command, cwd=tmp_path, env={**os.environ, **paths}, check=True)
+    assert not (tmp_path / "RAN").exists()
+
+
 def test_a_worker_is_given_its_threads() -> None:
     for threads, expected in ((2, "2"), (None, os.environ.get("OMP_NUM_THREADS"))):
         with Worker(threads=threads) as worker:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import re
 import sys
 import warnings
@@ -645,7 +646,8 @@ def _make_atari(environment_id: str, **options: Any) -> gymnasium.Env[Any, Any]:
 def _quiet_simulator() -> Iterator[None]:
     # compiling HalfCheetah's model makes MuJoCo's C code print a deprecation at every `make`
     try:
-        import mujoco
+        with _safe_path():
+            import mujoco
     except ImportError:
         yield
         return
@@ -655,3 +657,14 @@ def _quiet_simulator() -> Iterator[None]:
         yield
     finally:
         mujoco.set_mju_user_warning(before)
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    # importing glfw starts Python, which must find no module in the folder that we stand in
+    before = os.environ.get("PYTHONSAFEPATH", "")  # empty means as if it is not set
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        os.environ["PYTHONSAFEPATH"] = before
