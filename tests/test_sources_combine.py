@@ -338,10 +338,11 @@ RINGS: dict[str, dict[str, Any]] = {
     "td3": {"ptr": 25, "size": 60, "max_size": 60},
     "rlpd": {"_insert_index": 25, "_size": 60, "_capacity": 60},
     "drq": {"idx": 25, "full": True},
+    "rlkit": {"_top": 25, "_size": 60, "_max_replay_buffer_size": 60},
 }
 PARTS = {"tianshou": {"_index": 37, "_size": 37}, "sb3": {"pos": 37, "full": False}}
 PARTS |= {"td3": {"ptr": 37, "size": 37}, "rlpd": {"_insert_index": 37, "_size": 37}}
-PARTS["drq"] = {"idx": 37, "full": False}
+PARTS |= {"drq": {"idx": 37, "full": False}, "rlkit": {"_top": 37, "_size": 37}}
 
 
 def saved(path: Path, columns: dict[str, Any], numbers: dict[str, Any]) -> Path:
@@ -393,6 +394,9 @@ def test_a_saved_ring_is_read_from_its_oldest_row(tmp_path: Path, library: str, 
         ({"ptr": 25, "size": 37, "max_size": 60}, "a ring of ptr 25, size 37"),  # not as one grows
         ({"ptr": 25, "size": 99}, "a ring of ptr 25, size 99"),
         ({"ptr": 25, "size": 60, "max_size": 90}, "max_size 90"),
+        ({"ptr": 25}, "a ring of ptr 25"),
+        ({"pos": 25, "buffer_size": 60}, "a ring of pos 25, buffer_size 60"),
+        ({"pos": 25, "buffer_size": 90}, ""),
         ({"ptr": 60, "size": 60, "max_size": 90}, ""),  # the filled rows alone
         ({"ptr": 0, "size": 60}, ""),
         ({"index": 3, "size": 60}, ""),  # of a shard

@@ -3,7 +3,8 @@
 A library names three numbers beside the arrays: the row to be written next, how many rows are
 filled (or a flag that all are), and how many there is room for.  So do tianshou (``_index``,
 ``_size``, ``maxsize``), Stable-Baselines3 (``pos``, ``full``, ``buffer_size``), TD3 and CORL
-(``ptr``, ``size``, ``max_size``), rlpd (``_insert_index``), DrQ (``idx``), TorchRL (``_cursor``).
+(``ptr``, ``size``, ``max_size``), rlpd (``_insert_index``), DrQ (``idx``), TorchRL (``_cursor``),
+rlkit (``_top``).
 
 Shape legend: N rows that are stored.
 """
@@ -21,11 +22,22 @@ from gear_offline.core.types import Array
 from gear_offline.sources.base import Piece
 from gear_offline.sources.input_files import misfit
 
-NEXT = ("ptr", "pos", "insert_index", "pointer", "next_idx", "cursor", "index", "idx", "position")
-COMMON = ("index", "idx", "position")  # also of other things: a ring's name has more beside it
-FILLED = ("size", "len", "length", "count", "current_size", "num_in_buffer")
+NEXT: tuple[str, ...] = (
+    "ptr",
+    "pos",
+    "insert_index",
+    "pointer",
+    "next_idx",
+    "cursor",
+    "index",
+    "idx",
+    "position",
+)
+NEXT += ("top", "head", "next_index", "write_idx", "insertion_index")
+COMMON = ("index", "idx", "position", "top", "head")  # also of other things: more stands beside
+FILLED = ("size", "len", "length", "count", "current_size", "num_in_buffer", "num_filled")
 FULL = ("full", "is_full")
-ROOM = ("maxsize", "max_size", "buffer_size", "capacity", "max_len")
+ROOM = ("maxsize", "max_size", "buffer_size", "capacity", "max_len", "max_replay_buffer_size")
 UNCLEAR = "save the filled rows alone, the oldest first, or without these numbers"
 
 
@@ -44,11 +56,14 @@ class Ring(NamedTuple):
         names = [next((here[n] for n in ns if n in here), "") for ns in (NEXT, FILLED, FULL, ROOM)]
         after, filled, full, room = names
         is_common = after in COMMON and not (full or room)
-        if not after or not (filled or full) or is_common:
+        if not after or is_common:
             return None
         values = [_whole(numbers.get(name)) for name in names]
         told = ", ".join(f"{n} {v}" for n, v in zip(names, values, strict=True) if n)
         index, count = values[0], values[1]
+        is_other = not 0 < (index or 0) < rows or (after != "ptr" and values[3] != rows)
+        if is_other and not (filled or full):
+            return None  # else it is not known how many rows are filled
         if full:
             count = rows if values[2] else index
         capacity = values[3] if room else None
