@@ -228,7 +228,7 @@ def test_numbers_in_attributes_of_groups_are_columns(tmp_path: Path) -> None:
     success = {"demo_0": False, "demo_2": True, "demo_10": True}
     with h5py.File(path, "a") as file:
         for number, (name, demo) in enumerate(file["data"].items()):
-            demo.attrs.update(success=success[name], seed=7 + number, gain=0.5, note="text")
+            demo.attrs.update(success=[success[name]], seed=7 + number, gain=0.5, note="text")
             demo.attrs["terminated"] = success[name]
             demo.attrs["vector"] = [1, 2]
         seeds = {name: demo.attrs["seed"] for name, demo in file["data"].items()}

@@ -175,7 +175,7 @@ class Hdf5File(Closing):
         return None
 
     def numbers(self, group: str) -> dict[str, np.generic]:
-        """Return the attributes of a group that are one finite number or bool."""
+        """Return the attributes of a group that hold one finite number or bool."""
         with suppress(Exception):  # episodes may have no group of their own
             attributes = self._file[group].attrs
             names = [*islice(attributes, MAX_ATTRIBUTES)]
@@ -183,8 +183,8 @@ class Hdf5File(Closing):
             return {
                 name: value
                 for name, kind in kinds.items()
-                if kind.shape == () and kind.dtype.kind in "biuf"
-                if math.isfinite(value := attributes[name])
+                if kind.shape in ((), (1,)) and kind.dtype.kind in "biuf"
+                if math.isfinite(value := np.asarray(attributes[name]).reshape(-1)[0])
             }
         return {}
 
