@@ -105,7 +105,7 @@ def test_edits_of_a_command_are_recorded(tmp_path: Path) -> None:
     (tmp_path / "relabel.py").write_text(text + inspect.getsource(relabelled))
     episodes, source = episodes_of([3, 4, 5, 6, 7, 8, 9, 3, 4]), tmp_path / "x.hdf5"
     write(source, {name: np.concatenate([e[name] for e in episodes]) for name in episodes[0]})
-    options = ["--where", "return > -9 and length > 3", "--rename", "level=stage", "-q"]
+    options = ["--where", "return > -9", "--where", "length > 3", "--rename", "level=stage", "-q"]
     options += ["--map", f"{tmp_path / 'relabel.py'}:relabelled"]
     assert main(["convert", str(source), str(tmp_path / "1"), *options]) == 0
     edits = open_dataset(tmp_path / "1").manifest.source.attributes["edits"]
@@ -179,6 +179,12 @@ def test_a_column_of_an_episode_may_be_nothing_but_nan(tmp_path: Path) -> None:
         convert(from_episodes(episodes), out, where=where, allow_nonfinite=True, quiet=True)
         found = open_dataset(out).column("score")[::4]
         np.testing.assert_array_equal(found, [episodes[n]["score"][0] for n in kept])
+    episodes = episodes_of([4, 4, 4])
+    for episode, score in zip(episodes, (0.1, 0.2, 0.3), strict=True):
+        episode["score"] = np.full(4, score, np.float32)
+    for where, holds in (("score == 0.1", np.equal), ("score <= 0.1", np.less_equal)):
+        manifest = convert(from_episodes(episodes), tmp_path / where[6:8], where=where, quiet=True)
+        assert manifest.episodes == holds([e["score"][0] for e in episodes], np.float32(0.1)).sum()
     episodes[1]["score"][2] = np.nan
     with one_error("USAGE", "the column score changes in episode 1"):
         convert(from_episodes(episodes), tmp_path / "d", where="score > 0", quiet=True)

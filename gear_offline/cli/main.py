@@ -106,7 +106,7 @@ def convert(
     map: str | None = Option(
         None, metavar="FILE.py:FUNCTION", help="Changes columns of each episode."
     ),
-    where: str | None = Option(
+    where: list[str] | None = Option(
         None, metavar="EXPRESSION", help="Episodes to keep: return > 1000 and not truncated."
     ),
     rule: str | None = Option(None, help="What the flags mean, if what is detected is wrong."),
@@ -124,7 +124,10 @@ def convert(
     quiet: Quiet = False,
 ) -> None:
     """Convert a dataset to GEAR shards."""
-    go.convert(**locals() | {"discrete": discrete or ()})
+    options = locals() | {"discrete": discrete or ()}
+    if where:  # every one of them holds
+        options["where"] = " and ".join(f"({one})" for one in where) if where[1:] else where[0]
+    go.convert(**options)
     from gear_offline.core.text import say
     from gear_offline.evaluation.environments import unregistered
 

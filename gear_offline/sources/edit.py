@@ -272,7 +272,8 @@ def _fact(source: Source, name: str, numbers: Array) -> Array:
     if (changing := np.flatnonzero((low != high) & ~(np.isnan(high) & np.isinf(low)))).size:
         what = f"the column {name} changes in episode {changing[0]}"
         raise InputError("USAGE", what, remedy="name columns that do not")
-    return high
+    # a short float is the number that its digits say: 0.1, as NumPy compares it
+    return high.astype(dtype).astype("U").astype(np.float64) if dtype.kind == "f" else high
 
 
 def _fold(source: Source, column: str, function: np.ufunc, start: float) -> Array:
