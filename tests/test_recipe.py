@@ -271,7 +271,7 @@ def test_what_is_there_and_no_recipe_is_told_as_that(tmp_path: Path, monkeypatch
     assert "no run there" in refused("data")
     assert "did you mean 'hopper-medium'? `gear-offline recipes ls`" in refused("hoper-medium")
     for name in ("missing.yaml", "no/such/file.yaml"):
-        assert f"no recipe '{name}'; `gear-offline recipes ls`" in refused(name)
+        assert f"there is no file {name}; `gear-offline recipes ls`" in refused(name)
 
 
 def test_a_copy_is_named_after_its_file(tmp_path: Path, monkeypatch: Patch) -> None:

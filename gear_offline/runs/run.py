@@ -182,7 +182,7 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     >>> import gear_offline as go
     >>> run = go.open_run("runs/tiny")
     >>> run
-    Run('runs/tiny': recipe smoke, seed 0; data tiny; steps 4 of 4)
+    Run('runs/tiny': recipe smoke, seed 0; data ...tiny; steps 4 of 4)
     >>> len(run.metrics), run.recipe.loader.batch_size
     (1, 16)
     """

@@ -46,8 +46,7 @@ OTHER_FILES[".pickle"] = OTHER_FILES[".pkl"]
 OTHER_FILES |= {
     ".npy": "go.convert(go.from_arrays({{'observations': numpy.load({!r}), 'actions': ...}}), "
     "'OUT')",
-    ".pt": "file = torch.load({!r}, weights_only=True); "
-    "go.convert(go.from_arrays({{n: v.numpy() for n, v in file.items()}}), 'OUT')",
+    ".pt": "load it by torch with weights_only, and give its arrays to go.from_arrays",
     ".jsonl": "pandas.read_json({!r}, lines=True).to_parquet('mine.parquet')",
     ".py": "import it, and give what it makes to go.from_episodes; {!r} is code",
 }

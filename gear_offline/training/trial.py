@@ -151,7 +151,7 @@ class _Trier:
                 remedy = "keep modules in nn.ModuleList, tensors in nn.Parameter or register_buffer"
                 raise self._fault(f"{what}be lost", remedy)
             if _apart(chosen, self._act(self.tried, window, seed=1), EXACT):
-                what = "draws random numbers while it acts, as dropout does that heeds no eval()"
+                what = "draws random numbers while it acts, as dropout does that heeds no mode"
                 self._remark(f"{what}: the same situation gives other actions")
                 return
             alone = [self._act(self.tried, window, rows=slice(n, n + 1)) for n in range(2)]
