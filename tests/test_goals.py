@@ -235,7 +235,8 @@ def test_a_trained_policy_reaches_goals_and_a_run_is_resumed_bit_for_bit(
 
 
 def test_recipes_of_goals(dataset: Dataset, tmp_path: Path) -> None:
-    recipe = recipe_in(tmp_path, f"data.path={dataset.path}", "data.collect=null")
+    maze = "evaluate.environment=gear_offline/Maze-v0"
+    recipe = recipe_in(tmp_path, f"data.path={dataset.path}", "data.collect=null", maze)
     _, sizes = resolve(recipe.replace("evaluate.episodes=0"), dataset, quiet=True)
     assert sizes.state_dim == 11, "data without rewards"
     with one_error("ENVIRONMENT", "no tasks with goals"):

@@ -96,7 +96,7 @@ def test_ctrl_c_ends_an_evaluation_which_the_resumed_run_repeats(
         patched.setattr(f"gear_offline.{place}", slow)
         with pytest.raises(TrainingInterrupted, match="after step 7,"):
             train_run(tiny_recipe(data, "evaluate.background=off"), out=run)
-    assert "not evaluated, stopped; --resume does it" in capfd.readouterr().err
+    assert "not evaluated, stopped; resume=True does it" in capfd.readouterr().err
     assert read_records(run / "evaluations.jsonl") == []
     train_run(tiny_recipe(data), out=run, resume=True, quiet=True)
     assert learnt(run) == learnt(whole)

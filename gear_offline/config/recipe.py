@@ -196,6 +196,12 @@ class Recipe(Section):
         return self.plays and (last or (every is not None and step % every == 0))
 
     @property
+    def data_paths(self) -> list[str | None]:
+        """The whole paths of its datasets."""
+        data = whole_paths(self.data.model_dump(mode="json"))
+        return [data["path"], *(task["path"] for task in (data["tasks"] or {}).values())]
+
+    @property
     def data_key(self) -> str:
         """The options that its dataset depends on; recipes of one key may share the dataset."""
         of_tasks = f" {self.loader.returns_scale}" if self.data.tasks else ""

@@ -107,10 +107,11 @@ def train(
     say(f"{whole.name}: {text}; seed {whole.seed}", quiet=quiet)
     if is_first_process():
         check_recipe(whole, where=f"recipe {whole.name}")
+        is_of_run = before is not None and before[0].data_paths == whole.data_paths
         for data in (whole.data.tasks or {}).values() or [whole.data]:
-            is_made = before is None and (data.maker.source or data.maker.collect)
+            is_made = not is_of_run and (data.maker.source or data.maker.collect)
             if not (is_made or (data.path and is_there(data.path))):
-                raise no_data(data, is_of_run=before is not None)
+                raise no_data(data, is_of_run=is_of_run)
         check_place(path, resume=resume)  # last: what is typed wrong is told first
     from gear_offline.runs import loop  # loads torch
 
