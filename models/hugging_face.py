@@ -57,8 +57,7 @@ def read_released(place: str | os.PathLike[str]) -> DecisionTransformerModel:
 class Released(SequenceModel):
     """The released class as it is: ``model.kind=transformers.DecisionTransformerModel``.
 
-    It trains as models of one's own do.  It takes vectors and returns-to-go, of one task; its first
-    weights are those of ``decision_transformer``.
+    It trains as models of one's own do.  It takes vectors and returns-to-go, of one task.
     """
 
     Settings = ReleasedSettings
