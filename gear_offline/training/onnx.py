@@ -153,7 +153,6 @@ class _ActingModel(nn.Module):
     def __init__(self, policy: Policy) -> None:
         super().__init__()
         self.model, self.discrete = policy.model, policy.discrete
-        self.asked = "goals" if policy.goals else "returns_to_go"
         self._window, self._last = policy.window, policy.max_timestep - 1
 
     def forward(
