@@ -61,8 +61,8 @@ class Batch:
 
     states: Any  # a Tensor, or a dict of them
     actions: Tensor
-    rewards: Tensor | None
-    returns_to_go: Tensor | None
+    rewards: Any  # a Tensor, or None
+    returns_to_go: Any
     timesteps: Tensor
     attention_mask: Tensor
     segments: Tensor
