@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gear_offline.convert.edits import Edits
 from gear_offline.core.files import writing
 from gear_offline.core.types import Array, Float64Array
 from gear_offline.dataset.manifest import ShardRecord, shard_name
@@ -32,9 +33,7 @@ from gear_offline.dataset.shard import (
 )
 from gear_offline.dataset.statistics import Moments
 from gear_offline.errors import InputError
-from gear_offline.sources import open_source
 from gear_offline.sources.base import Source
-from gear_offline.sources.edit import edit_source, find_function, shift_source
 from gear_offline.sources.input_files import changed_error
 from gear_offline.workers import Caller, RayPool, WorkerPool
 
@@ -223,42 +222,34 @@ def _read_rows(source: Source, stored: ColumnSpec, start: int, stop: int) -> Arr
     return np.ascontiguousarray(rows).view(dtype).reshape(stop - start, *step_shape)
 
 
-@dataclass(frozen=True)
-class Opening:
-    """The way to open a source, here and in workers, and which episodes stay."""
-
-    uri: str | os.PathLike[str]
-    rule: str | None
-    names: tuple[tuple[str, str], ...]
-    shift: tuple[tuple[str, int], ...]
-    map: str | None
-    kept: bytes | None  # a bool of each episode
-
-
 def write_in_processes(
-    opening: Opening, plan: Plan, workers: int, ray: str | None, advance: Advance
+    path: str | os.PathLike[str],
+    rule: str | None,
+    edits: Edits,
+    plan: Plan,
+    workers: int,
+    ray: str | None,
+    advance: Advance,
 ) -> list[Written]:
     """Write several shards at once, each in a process that opens the source itself."""
-    jobs = [(opening, number, plan) for number in range(plan.shards)]
+    jobs = [(str(path), rule, edits, number, plan) for number in range(plan.shards)]
     with WorkerPool(workers) if ray is None else RayPool(ray, workers) as pool:
         if isinstance(pool, RayPool):
             pool.check(plan.folder)
         return list(pool.run(f"{__name__}:write_shard", jobs, on_message=advance))
 
 
-def write_shard(caller: Caller, opening: Opening, number: int, plan: Plan) -> Written:
+def write_shard(
+    caller: Caller, path: str, rule: str | None, edits: Edits, number: int, plan: Plan
+) -> Written:
     """Write one shard in a worker."""
-    source = _opened(opening)
+    source = _open_edited(path, rule, edits)
     if source.spec != plan.spec:
-        raise changed_error(str(opening.uri))
+        raise changed_error(path)
     with writing(plan.folder):
         return write_shards(source, [number], plan, caller.send)[0]
 
 
 @lru_cache(maxsize=1)
-def _opened(opening: Opening) -> Source:
-    names = dict(opening.names)  # that nothing is missing was checked
-    source = open_source(opening.uri, rule=opening.rule, names=names, partial=True)
-    function = find_function(opening.map)[0] if opening.map else None
-    kept = None if opening.kept is None else np.frombuffer(opening.kept, np.bool_)
-    return edit_source(shift_source(source, dict(opening.shift)), function, kept)
+def _open_edited(path: str, rule: str | None, edits: Edits) -> Source:
+    return edits.edit_episodes(edits.shift_rows(edits.open(path, rule)))

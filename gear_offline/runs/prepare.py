@@ -24,7 +24,9 @@ import torch
 from gear_offline.config.files import MAKERS
 from gear_offline.config.recipe import Recipe, whole_paths
 from gear_offline.config.sections import CollectSettings, DataSettings, PlaySettings
-from gear_offline.convert.conversion import changed_files, convert, options_text
+from gear_offline.convert.conversion import convert
+from gear_offline.convert.edits import options_text
+from gear_offline.convert.record import find_changes
 from gear_offline.core.files import check_folder, turn_of
 from gear_offline.core.hub import is_there
 from gear_offline.core.parts import is_same
@@ -162,7 +164,7 @@ def _check_origin(data: DataSettings, dataset: Dataset) -> None:
     files = [file.name for file in origin.files]
     if data.source is not None and not was_read_from(data.source, origin.uri, files):
         raise _mismatch("dataset", path, data.source, ", ".join(files) or origin.uri)
-    if data.source is not None and (changed := ", ".join(changed_files(data.source, dataset))):
+    if data.source is not None and (changed := ", ".join(find_changes(data.source, dataset))):
         sizes = ", ".join(f"{file.name} of {file.bytes:,} bytes" for file in origin.files[:3])
         raise _mismatch("dataset", path, f"{data.source}: {changed[:300]}", sizes)
 
