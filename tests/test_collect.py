@@ -116,6 +116,7 @@ def test_exact_steps_cut_the_last_episode_without_a_flag(tmp_path: Path) -> None
     assert not short["terminals"][-1] and not short["timeouts"][-1]
 
 
+@pytest.mark.long
 def test_qualities_are_what_they_say(tmp_path: Path) -> None:
     means: dict[str, float] = {}
     common: dict[str, Any] = {"policy": "ars", "train_steps": 6_000, "seed": 3, **QUIET}

@@ -253,6 +253,7 @@ if __name__ == "__main__":  # a rank of two
     make_trainer(open_dataset(sys.argv[1]), Path(sys.argv[2]), dropout=0.0).train()
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_asking_for_the_best_return_of_a_game_of_luck_is_wrong(tmp_path: Path) -> None:
     """By Bayes' rule: 5 and -15 come of action 0 alone, -6 of action 1, 1 of action 2 mostly."""
     pays = {5.0: {5.0, -15.0}, -15.0: {5.0, -15.0}, -6.0: {1.0, -6.0}, 1.0: {1.0}}

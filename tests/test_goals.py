@@ -197,6 +197,7 @@ def recipe_in(folder: Path, *more: str) -> Recipe:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_a_trained_policy_reaches_goals_and_a_run_is_resumed_bit_for_bit(
     run: Path, tmp_path: Path
 ) -> None:

@@ -173,7 +173,10 @@ OURS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.long if n in ("rvs", "released") else ()) for n in OURS],
+)
 def test_models_of_the_package_train_play_save_and_export(own: Path, name: str) -> None:
     recipe = {**options(), **OURS[name]}
     recipe |= {"selection.strategy": OURS[name].get("selection.strategy", "uniform_steps")}

@@ -73,7 +73,7 @@ except go.GearError as error:
 """
 
 
-@pytest.mark.parametrize("first", ["lives", "dies"])
+@pytest.mark.parametrize("first", [pytest.param("lives", marks=pytest.mark.long), "dies"])
 def test_ranks_wait_for_the_first_ones_data_as_long_as_it_lives(first: str, tmp_path: Path) -> None:
     folder, source = tmp_path / "d", write_hdf5(tmp_path / "x.hdf5")
     options = f"data.source={source}", "train.steps=2"
@@ -110,7 +110,7 @@ def test_other_models_learn_on_two_ranks_what_they_learn_on_one(kind: str, tmp_p
         assert mine == pytest.approx(theirs, rel=1e-5)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.long), "fsdp"])
 def test_a_slow_copy_is_moved_once_an_update(parallel: str, tmp_path: Path) -> None:
     """The model of the page, on two ranks by micro-batches, then resumed: NumPy moves its copy."""
     page = blocks((ROOT / "docs" / "how-to" / "own-model.md").read_text(), "python")

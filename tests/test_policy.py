@@ -242,7 +242,12 @@ def test_what_others_wrote_steers_nothing(tmp_path: Path) -> None:
         go.evaluate(folder, quiet=True)
 
 
-@pytest.mark.parametrize("name", ["one step", "goals", "frames"])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    "name", ["one step", *(pytest.param(name, marks=LONG) for name in ("goals", "frames"))]
+)
 def test_actions_equal_those_of_the_policy(name: str, tmp_path: Path) -> None:
     policy, generator = policy_of(name), np.random.default_rng(0)
     file = export_policy(policy, tmp_path / "policy.onnx")

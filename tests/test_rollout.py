@@ -192,6 +192,7 @@ def test_all_that_an_environment_draws_has_the_seed_of_its_episode(
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_policy_that_draws_has_the_seed_of_the_evaluation() -> None:
     class Drawn(Constant):
         def act(self, observations: Any, indices: Any = None) -> Any:
