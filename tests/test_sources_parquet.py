@@ -383,6 +383,39 @@ def test_a_folder_is_the_files_that_it_lists(tmp_path: Path) -> None:
     refused(tmp_path / "delta", "SOURCE_READ", "a Delta table")
 
 
+@pytest.mark.parametrize("form", ["arrow", "parquet", "state"])
+@pytest.mark.parametrize("rule", [None, "ids:name"])
+def test_an_episode_goes_on_in_the_next_shard(tmp_path: Path, form: str, rule: Any) -> None:
+    names, folder = np.repeat(["run-c", "run-a", "run-b"], (7, 2, 5)), tmp_path / "set"
+    columns = {"name": pa.array(names).dictionary_encode()}
+    columns["terminals"] = pa.array(np.isin(np.arange(14), [6, 8, 13]))
+    table, folder = steps_table(range(14), **columns).drop("episode_id"), tmp_path / "set"
+    for number, (start, stop) in enumerate(((0, 3), (3, 5), (5, 8), (8, 14))):
+        part = table.slice(start, stop - start)
+        path = folder / f"train-0000{number}-of-00004.arrow"
+        stream(path, part)
+        if form == "parquet":
+            pq.write_table(part, path.with_suffix(".parquet"))
+            path.unlink()
+    shards = sorted(file.name for file in folder.iterdir())
+    if form == "state":
+        listed = [{"filename": shard} for shard in shards]
+        (folder / "state.json").write_text(json.dumps({"_data_files": listed}))
+    with open_source(folder, rule=rule) as source:
+        assert source.episodes.lengths.tolist() == [7, 2, 5]
+        assert source.terminated.tolist() == [True] * 3
+        assert [file.path.name for file in source.info.files] == shards
+        for start, stop in ((0, 14), (2, 9), (7, 8)):
+            rows = source.read("rewards", start, stop)
+            np.testing.assert_array_equal(rows, np.arange(14.0)[start:stop])
+    (folder / shards[1]).unlink()
+    if form == "state":
+        refused(folder, "SOURCE_READ", shards[1])
+    else:
+        with open_source(folder, rule=rule) as source:
+            assert "3 of the 4 files of train are here" in source.info.attributes["warnings"]
+
+
 def test_partitions_and_structs_are_named(tmp_path: Path) -> None:
     table, folder = steps_table([0, 0, 1]), tmp_path / "parts"
     pq.write_to_dataset(table, folder, partition_cols=["episode_id"])

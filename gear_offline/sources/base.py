@@ -18,6 +18,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -93,6 +94,7 @@ class Asked(NamedTuple):
     names: Mapping[str, str]
     key: str | None = None
     partial: bool = False  # what it lacks is made by a function
+    shards: tuple[Path, ...] = ()  # files of one table, in order
 
 
 class Source(Closing):

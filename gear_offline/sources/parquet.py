@@ -8,8 +8,9 @@ Shape legend: T steps of an episode, R steps of a group of rows.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,10 +39,11 @@ MAX_EPISODES = 1 << 24  # of a file; each takes some tens of bytes
 
 
 def open_parquet(path: Path, asked: Asked) -> Source:
-    """Open a file of one row a step or an episode; reads how long they are."""
-    path, names = path.absolute(), asked.names
-    form = "arrow" if path.suffix.lower() in ARROW else "parquet"
-    file = (ArrowFile if form == "arrow" else ParquetFile)(path)
+    """Open files of one row a step or an episode; reads how long they are."""
+    path, names, paths = path.absolute(), asked.names, asked.shards or (path.absolute(),)
+    form = "arrow" if paths[0].suffix.lower() in ARROW else "parquet"
+    files = tuple(map(ArrowFile if form == "arrow" else ParquetFile, paths))
+    file, inputs = Shards(files) if files[1:] else files[0], tuple(each.file for each in files)
     if not file.rows or len({*file.schema.names}) < len(file.schema.names):
         what = "columns of one name" if file.rows else "no rows"
         raise misfit(what, path, "give a row for each step or episode, columns of different names")
@@ -58,7 +60,7 @@ def open_parquet(path: Path, asked: Asked) -> Source:
     by_step = bool(asks or tells & numbers) or not lists  # of an episode they are lists
     arrays = {n: _array(file, n, kind, by_step) for n, kind in types.items()}
     if by_step:
-        return table_source(arrays, asked, (file.file,), lambda r: r, format=f"{form}-rows")
+        return table_source(arrays, asked, inputs, lambda r: r, format=f"{form}-rows")
     stored, left_out = find_columns(arrays, asked, REQUIRED[::-1], ("rewards",), where=str(path))
     once = sorted(numbers)  # of one value an episode
     if file.rows > MAX_EPISODES:
@@ -103,13 +105,13 @@ def open_parquet(path: Path, asked: Asked) -> Source:
             format=form,
             rule="rows",
             reference_name=next((d for f in folders if (d := dataset_of_file(f))), None),
-            files=(file.file,),
+            files=inputs,
             attributes={"left_out": {n: why for n, why in left_out.items() if n not in once}},
         ),
     )
 
 
-def _array(file: ParquetFile, name: str, kind: Any, by_step: bool) -> SimpleNamespace:
+def _array(file: Table, name: str, kind: Any, by_step: bool) -> SimpleNamespace:
     """Return a column as `find_columns` takes it: of one row a step, or lists of an episode."""
     is_text = re.match("(dictionary<values=)?(large_)?string", str(kind))
     column, first = Column(file, name), np.empty(1, str if is_text else object)
@@ -128,7 +130,8 @@ class ParquetFile:
     def __init__(self, path: Path) -> None:
         with package_needed("parquet is read by pyarrow", "parquet"):
             import pyarrow.parquet
-        self.file, self._open = InputFile.find(path), pyarrow.parquet.ParquetFile
+        self.where, self.file = path, InputFile.find(path)
+        self._open = pyarrow.parquet.ParquetFile
         self.reading = partial(reading_errors, "parquet", path)  # of whatever pyarrow raises
         with self.reading(), self.file.open() as raw, self._open(raw) as opened:
             self.schema, metadata = opened.schema_arrow, opened.metadata
@@ -154,7 +157,7 @@ class ParquetFile:
         width = max((self.widths[leaf] for leaf in leaves), default=1)
         if width > MAX_ROW_VALUES:
             what, remedy = f"a row of {width:,} values", "write long episodes as several rows"
-            raise InputError("SOURCE_UNSAFE", what, f"{self.file.path}: {name}", remedy)
+            raise InputError("SOURCE_UNSAFE", what, f"{self.where}: {name}", remedy)
         group = int(np.searchsorted(self.firsts[1:-1], row, side="right"))
         first, size = int(self.firsts[group]), max(1, min(BATCH_VALUES // width, BATCH_ROWS))
         numbers = range(group, len(self.firsts) - 1)
@@ -171,7 +174,7 @@ class ArrowFile(ParquetFile):
     def __init__(self, path: Path) -> None:
         with package_needed("arrow files are read by pyarrow", "parquet"):
             import pyarrow.ipc
-        self.file, self._ipc = InputFile.find(path), pyarrow.ipc
+        self.where, self.file, self._ipc = path, InputFile.find(path), pyarrow.ipc
         self.reading = partial(reading_errors, "arrow", path)
         with self.reading(), self.file.open() as raw:
             batches = read_batches(raw, self.file.identity[2])
@@ -206,6 +209,28 @@ class ArrowFile(ParquetFile):
         return stream.schema, stream
 
 
+class Shards:
+    """Files of one table: the rows of each go on where those of the one before end."""
+
+    def __init__(self, files: Sequence[ParquetFile]) -> None:
+        self.where, self.reading = files[0].where.parent, files[0].reading
+        self.schema, self._files = files[0].schema, files
+        self._firsts = np.cumsum([0, *(file.rows for file in files)]).tolist()
+        self.rows: int = self._firsts[-1]
+        if other := next((file for file in files if not file.schema.equals(self.schema)), None):
+            what = f"its columns are not those of {files[0].where.name}, whose rows it continues"
+            raise misfit(what, other.where, "write all files of a table with one schema")
+
+    def batches(self, name: str, row: int = 0) -> Iterator[tuple[int, Any]]:
+        """Yield a column as Arrow arrays with their first rows, from about `row` on."""
+        for file, (start, stop) in zip(self._files, pairwise(self._firsts), strict=True):
+            for first, values in file.batches(name, max(row - start, 0)) if row < stop else ():
+                yield start + first, values
+
+
+Table = ParquetFile | Shards
+
+
 def _too_much(claimed: int, stored: int, where: Path | str) -> InputError:
     what = f"{stored:,} bytes unpack to {claimed:,} at once"
     remedy = "write smaller batches: max_chunksize=10_000 of Arrow, row_group_size of parquet"
@@ -215,7 +240,7 @@ def _too_much(claimed: int, stored: int, where: Path | str) -> InputError:
 class Column:
     """Rows of a column of a file, decoded forwards; a read of earlier ones begins again."""
 
-    def __init__(self, file: ParquetFile, name: str) -> None:
+    def __init__(self, file: Table, name: str) -> None:
         self.file, self.name = file, name
         self.close()
 
@@ -245,7 +270,7 @@ class Column:
 
     def rows(self, start: int, stop: int) -> Array:
         """Return (stop - start, *step shape) of a column of one row a step."""
-        return step_rows(self.read(start, stop), self.name, self.file.file.path)
+        return step_rows(self.read(start, stop), self.name, self.file.where)
 
 
 def step_rows(values: Any, name: str, path: Path) -> Array:

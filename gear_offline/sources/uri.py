@@ -47,6 +47,7 @@ ACCEPTED += "directory of a Minari or LeRobot dataset, of DQN-Replay's checkpoin
 ACCEPTED += "store (or its .zip) or of GEAR shards; others: docs/how-to/convert.md, Other files"
 # not to train on, or what Hugging Face's map() keeps beside the data
 _HELD = re.compile(r"(^|[-_.])(val|valid|validation|test|eval)(?=[-_.]|$)|^cache-[0-9a-f]{16}")
+_SHARD = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.(?:parquet|arrow)")
 MAX_LIST_BYTES = 16 << 20
 
 
@@ -141,7 +142,9 @@ def _file_and_key(name: str) -> tuple[str, str]:
 
 def _open(path: Path, asked: Asked) -> Source:
     reader: Reader = _open_hdf5
-    if asked.key is None and path.is_dir():
+    if asked.shards:
+        reader = open_parquet
+    elif asked.key is None and path.is_dir():
         reader = next((reader for fits, reader in FOLDERS if fits(path)), _open_folder)
     elif asked.key is None:
         reader = FILES.get(path.suffix.lower(), _open_hdf5)
@@ -213,8 +216,15 @@ def _open_folder(path: Path, asked: Asked) -> Source:
         raise InputError("SOURCE_READ", what, str(folder), remedy)
     held = [file for file in groups[0] if _HELD.search(file.stem)]
     files = [file for file in groups[0] if file not in held] or groups[0]
-    parts = [_open(file, asked._replace(uri=file.name)) for file in files]
+    tables, notes = _split_tables(files)
+    parts = [
+        _open(table[0].parent, asked._replace(uri=folder.name, shards=table))
+        if table[1:]
+        else _open(table[0], asked._replace(uri=table[0].name))
+        for table in tables
+    ]
     source = join_sources(parts, uri=folder.name)
+    source.warn(*notes)
     aside += [file.name for file in held if file not in files]
     source.warn(*[f"{some_names(aside)} left out: convert apart, or go.join_sources"] * bool(aside))
     return source
@@ -231,10 +241,35 @@ def _data_files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
     return [folder / name for name in listed] if {*listed} & {f.name for f in files} else []
 
 
+def _split_tables(files: Sequence[Path]) -> tuple[list[tuple[Path, ...]], list[str]]:
+    """Return the files of each table, in order, and a line for each of which some are missing.
+
+    Files of one table are what a folder lists itself, or numbered as shards.
+    """
+    if _listed_files(files[0].parent):
+        return [(*files,)], []
+    named, tables, notes = (
+        dict[tuple[str, int], list[Path]](),
+        list[tuple[Path, ...]](),
+        list[str](),
+    )
+    for file in files:
+        shard = _SHARD.fullmatch(file.name)
+        named.setdefault((shard[1], int(shard[2])) if shard else (file.name, 1), []).append(file)
+    for (name, count), parts in named.items():
+        is_whole = len(parts) == count
+        tables += [(*parts,)] if is_whole else [(part,) for part in parts]
+        notes += [f"{len(parts)} of the {count} files of {name} are here"] * (not is_whole)
+    return tables, notes
+
+
 def _listed_files(folder: Path) -> list[str]:
     """Return the files that a folder of Hugging Face's ``save_to_disk`` lists."""
     state = folder / "state.json"
     facts = _read_json(state) if state.is_file() else {}
+    if facts.get("_indices_data_files") or facts.get("_indices_files"):
+        what, remedy = "only some rows of its files, in an order", "load_from_disk, flatten_indices"
+        raise InputError("SOURCE_READ", what, str(folder), f"save it again: {remedy} of datasets")
     return [Path(str(file["filename"])).name for file in facts.get("_data_files", ())]
 
 
