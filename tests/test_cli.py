@@ -145,6 +145,12 @@ def test_the_overview_has_groups_and_the_version(capsys: Captured) -> None:
         ("plan smoke --data lots", "; see gear-offline plan --help\n"),
         ("plan smoke --nodes two", "; see gear-offline plan --help\n"),
         ("strategies smoke --seeds 5", "; add --train\n"),
+        (
+            "convert a b --rename a=b --quiet --rename=c=d",
+            "given twice; join its parts by commas\n",
+        ),
+        ("evaluate run --env A-v0 --environment B-v0", "given twice; keep one of them\n"),
+        ("runs compare a b --out x.svg --out y.svg", "given twice; keep one of them\n"),
         *(
             (
                 f"{command} smoke train.steps=5 seed=1 train.steps=6",

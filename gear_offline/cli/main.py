@@ -21,6 +21,7 @@ import gear_offline as go
 from gear_offline.cli.errors import tell, tell_failures
 from gear_offline.cli.values import (
     Axes,
+    Command,
     Count,
     Environment,
     Exact,
@@ -65,7 +66,7 @@ runs_app = typer.Typer(no_args_is_help=True, help="List runs, show one, compare 
 
 def command(panel: str, *lines: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return the decorator of a command in a group of the overview, with its examples."""
-    register = app.command(rich_help_panel=panel, epilog=examples(*lines))
+    register = app.command(cls=Command, rich_help_panel=panel, epilog=examples(*lines))
     return lambda function: register(alone_on_stdout(function))
 
 
@@ -442,7 +443,9 @@ def runs_show(run: Path = Run(help="Run directory."), as_json: Json = False) -> 
     show(opened.to_json(), as_json, opened.print)
 
 
-@runs_app.command("compare", epilog=examples("runs compare runs/a-s0 runs/b-s0 --out ab.svg"))
+@runs_app.command(
+    "compare", cls=Command, epilog=examples("runs compare runs/a-s0 runs/b-s0 --out ab.svg")
+)
 def runs_compare(
     runs: list[Path] = Run(metavar="RUN RUN...", help="Run directories, or a sweep's."),
     out: Path | None = Option(None, help="File for the curves, .png or .svg; default none."),

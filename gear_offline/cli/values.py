@@ -16,6 +16,7 @@ from glob import escape, glob
 from typing import Annotated, Any
 
 from typer import Argument, BadParameter, Option
+from typer.core import TyperCommand
 
 from gear_offline.errors import InputError
 
@@ -26,6 +27,19 @@ def check_keys(words: list[str]) -> list[str]:
     if twice := [key for key in keys if keys.count(key) > 1]:
         raise InputError("USAGE", f"{twice[0]} is given twice", remedy="keep one of them")
     return words
+
+
+class Command(TyperCommand):
+    """A command that refuses an option of one value twice: the first one would not count."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        order: list[Any] = self.make_parser(ctx).parse_args([*args])[2]
+        valued = [p for p in order if p.param_type_name == "option" and not p.is_flag]
+        for option in (p for p in valued if valued.count(p) > 1 and not p.multiple):
+            is_list = "," in (option.metavar or "")
+            remedy = "join its parts by commas" if is_list else "keep one of them"
+            raise InputError("USAGE", f"{max(option.opts, key=len)} is given twice", "", remedy)
+        return super().parse_args(ctx, args)
 
 
 def parse_size(text: str) -> int:
