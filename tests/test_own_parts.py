@@ -890,6 +890,34 @@ def test_a_class_of_a_cell_that_was_edited_is_told(
         assert "has changed since these weights were trained" in capsys.readouterr().err
 
 
+def test_a_class_of_a_cell_is_what_its_name_says_now(own: Path, monkeypatch: Patch) -> None:
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__file__", None, raising=False)
+    words = options(train__steps=2, evaluate__episodes=0, train__checkpoint_every=1)
+    del words["model.kind"]
+    for name in ("Net", "bent", "UNITS", "go", "torch"):  # which cells define
+        monkeypatch.setattr(main, name, None, raising=False)
+
+    def cell(text: str) -> Any:
+        exec(compile(text, "<cell>", "exec"), vars(main))
+        return vars(main)["Net"]
+
+    header, other = "import torch\nimport gear_offline as go\n", CELL.replace("2.0", "3.0")
+    first = cell(header + CELL)
+    run = go.train("smoke", words, model=first, out="run", quiet=True)
+    cell(header + other)  # edited, and not named
+    with one_error("MODEL", "__main__:Net has changed since the run began"):
+        go.train(run.path, ["train.steps=3"], resume=True, quiet=True)
+    go.train("smoke", words, model=vars(main)["Net"], out="other", quiet=True)
+    cell(header + CELL)  # put back, and not named
+    assert go.load_policy(run).action_dim == 1
+    cell(header + other)
+    go.train("smoke", words, model=first, out="kept", quiet=True)  # that the name is not of
+    assert go.load_policy("kept").action_dim == 1
+    with one_error("MODEL", "__main__:Net has changed since the run began"):
+        go.load_policy("other")
+
+
 def test_one_environment_by_its_file_and_by_its_class(own: Path, monkeypatch: Patch) -> None:
     monkeypatch.syspath_prepend(own)
     (own / "reaching.py").write_text(ENVIRONMENT)

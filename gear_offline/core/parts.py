@@ -67,7 +67,8 @@ class Permission:
         self.admitted: dict[str, str] = {}  # name -> digest: what may be imported
         self.refused: dict[str, str] = {}  # name -> the reason, of those that a run names
         self.typed: set[tuple[str, str]] = set()  # names and digests, here or in the caller
-        self.live: dict[str, Any] = {}  # objects of this process that no other one can import
+        # objects of this process that no other one can import; None: as its main module has it
+        self.live: dict[str, Any] = {}
         self._lines: set[str] = set()  # of the list in the user's home
         self._read: tuple[Path, int, int] = (Path(), 0, 0)  # the list, its inode, its bytes read
 
@@ -152,8 +153,21 @@ def part_name(part: Any) -> Any:
     if file and (is_main or place.startswith(FOLDERS)):
         place = os.path.abspath(file)
     if is_main or "<locals>" in name:
-        _permission.live[f"{place}:{name}"] = part
+        _permission.live[f"{place}:{name}"] = None if _in_main(name) is part else part
     return f"{place}:{name}"
+
+
+def _in_main(name: str) -> Any:
+    """Find what the main module has under a name now: a cell may have been run again."""
+    value: Any = sys.modules["__main__"]
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+def _live_part(name: str) -> Any:
+    part = _permission.live[name]
+    return _in_main(name.rpartition(":")[2]) if part is None else part
 
 
 def is_importable(name: str) -> bool:
@@ -183,7 +197,7 @@ def digest_of(name: str) -> str:
     if place == OPTIONS:
         return name.rpartition(":")[2]
     if name in _permission.live and not place.endswith(".py"):
-        return digest_object(_permission.live[name])
+        return "" if (part := _live_part(name)) is None else digest_object(part)
     file = file_of(place)
     with suppress(OSError):
         return "" if file is None else digest_files(_contents(place, file))
@@ -258,8 +272,7 @@ def find_part(kind: Kind, name: object) -> Any:
         return _attribute(kind, own) if isinstance(own, str) else own
     if is_part(name):
         check_admitted(kind, name)
-        live = _permission.live
-        return live[name] if name in live else _attribute(kind, name)
+        return _live_part(name) if name in _permission.live else _attribute(kind, name)
     for entry in kind.installed:
         if entry.name == name:
             with calling_part(kind, f"loading {entry.value}", name):
