@@ -5,6 +5,7 @@ Shape legend: E episodes, T steps of an episode.
 
 import inspect
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -416,6 +417,8 @@ def test_long_integers_are_compared_as_integers(tmp_path: Path, dtype: str, base
         f"not eps_id - {base} == 3 and eps_id != {base}": lambda n: n - base not in (0, 3),
         "eps_id % 2 == 1": lambda n: n % 2 == 1,
         "eps_id > 1.5": lambda n: n > 1.5,
+        f"eps_id == {base + 1}.0": lambda n: n == base + 1,
+        f"eps_id >= {base + 1}.5": lambda n: n >= Fraction(f"{base + 1}.5"),
     }
     source = from_arrays(columns, rule=f"ids:eps_id|terminals={base + 1}")
     assert source.episodes.lengths.tolist() == [4, 6, 3, 5] and source.terminated.all()

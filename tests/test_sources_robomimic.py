@@ -14,7 +14,7 @@ from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.sources import join_sources, open_source, pick_episodes
 from tests.hdf5_files import write
-from tests.support import iter_episodes, refused
+from tests.support import iter_episodes, one_error, refused
 
 LENGTHS = {"demo_10": 7, "demo_2": 5, "demo_0": 9}
 ORDER = ("demo_0", "demo_2", "demo_10")
@@ -229,17 +229,21 @@ def test_numbers_in_attributes_of_groups_are_columns(tmp_path: Path) -> None:
     with h5py.File(path, "a") as file:
         for number, (name, demo) in enumerate(file["data"].items()):
             demo.attrs.update(success=[success[name]], seed=7 + number, gain=0.5, note="text")
+            demo.attrs["score"] = (1, 0.5, True)[number]  # of three dtypes
             demo.attrs["terminated"] = success[name]
             demo.attrs["vector"] = [1, 2]
         seeds = {name: demo.attrs["seed"] for name, demo in file["data"].items()}
+        scores = {name: float(demo.attrs["score"]) for name, demo in file["data"].items()}
         file["data/demo_0"].attrs["only_here"] = 1
     with open_source(path, rule="terminated-as-truncations") as source:
         assert not {"note", "vector", "num_samples", "only_here"} & {c.name for c in source.spec}
-        assert "only_here" in source.info.attributes["left_out"]
+        why = "only_here is no column: data/demo_10, data/demo_2 of 3 episodes have none"
+        assert why in source.info.attributes["warnings"]
         counts = [LENGTHS[name] for name in ORDER]
         for column, dtype, values in (
             ("success", np.bool_, success),
             ("seed", np.int64, seeds),
+            ("score", np.float64, scores),
             ("gain", np.float64, dict.fromkeys(ORDER, 0.5)),
         ):
             rows = source.read(column, 0, source.spec.steps)
@@ -254,6 +258,8 @@ def test_numbers_in_attributes_of_groups_are_columns(tmp_path: Path) -> None:
     for where in ("success", "success == 1 and seed > 0"):
         convert(path, tmp_path / "d", where=where, overwrite=True, quiet=True)
         assert open_dataset(tmp_path / "d").episodes.lengths.tolist() == [5, 7]
+    with one_error("USAGE", why):
+        convert(path, tmp_path / "d", where="only_here == 1", overwrite=True, quiet=True)
 
 
 def test_claimed_rows_take_no_memory(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from fractions import Fraction
 from functools import lru_cache, partial, reduce
 from itertools import pairwise
 from math import prod
@@ -190,6 +191,9 @@ def keep_episodes(expression: str, source: Source, numbers: Array) -> BoolArray:
             raise ValueError(f"more than {MOST_CHARACTERS} characters")
         text = re.sub(r"\breturn\b", _RETURN, expression.strip())
         tree = ast.parse(text, mode="eval")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, float):
+                node.value = _exact_number(ast.get_source_segment(text, node) or "", node.value)
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         facts = {name: _fact(source, _SHOWN.get(name, name), numbers) for name in sorted(names)}
         for name, values in facts.items():
@@ -213,10 +217,16 @@ def keep_episodes(expression: str, source: Source, numbers: Array) -> BoolArray:
     return kept
 
 
+def _exact_number(text: str, number: float) -> Any:
+    """Return the number that is written, where a float does not hold each integer."""
+    is_long = EXACT_INTEGER <= abs(number) < 1 << 65
+    return Fraction(text.replace("_", "")) if is_long else number
+
+
 def _value(node: ast.AST, facts: Mapping[str, Array]) -> Any:
     """Calculate a part of an expression: (E,), or one number for all."""
     match node:
-        case ast.Constant(value=bool() | int() | float() as number):
+        case ast.Constant(value=bool() | int() | float() | Fraction() as number):
             return number
         case ast.Name(id=name):
             return facts[name]
@@ -237,9 +247,12 @@ def _calculated(operation: ast.AST, *values: Any) -> Any:
     """Calculate in float64, or by Python's integers where it does not hold them."""
     if type(operation) not in _OPERATIONS:
         raise ValueError(f"{type(operation).__name__} is not understood")
-    function, arrays = _OPERATIONS[type(operation)], [np.asarray(value) for value in values]
+    is_float = any(np.asarray(value).dtype.kind == "f" for value in values)
+    # beside floats a long number is one too
+    arrays = [np.asarray(float(v) if is_float and isinstance(v, Fraction) else v) for v in values]
     wide = [a for a in arrays if a.dtype.kind in "iuO" and a.size]
     is_long = any(a.max() > EXACT_INTEGER or a.min() < -EXACT_INTEGER for a in wide)
+    function = _OPERATIONS[type(operation)]
     result = function(*(a.astype(object if is_long else np.float64) for a in arrays))
     is_number = isinstance(operation, ast.USub | ast.operator)
     return result if is_number else np.asarray(result, np.bool_)
@@ -261,7 +274,9 @@ def _fact(source: Source, name: str, numbers: Array) -> Array:
     if name not in columns:
         names = [*known, *columns, *(["return"] if "rewards" in columns else [])]
         near = nearest(name, names)
+        why = source.info.attributes.get("left_out", {}).get(name)
         what = f"unknown name {name!r}" + (f", did you mean {near!r}?" if near else "")
+        what = f"{name} is no column: {why}" if why else what
         remedy = f"names are {some_names(names)}, of columns those that stay in an episode"
         raise InputError("USAGE", what, remedy=remedy)
     dtype = source.spec[name].dtype

@@ -69,6 +69,7 @@ def open_groups(file: Hdf5File, groups: Mapping[str, Group], asked: Asked) -> So
     parts = {n: own for n in chosen if (own := _columns(file, n, groups[n], asked))[0]}
     if not parts:
         raise misfit("no episode has a step", file.path)
+    lacking = _align_numbers({name: own for name, (own, _) in parts.items()})
     wanted = {part.split("/")[0] for old in names.values() for part in split_names(old)}
     kinds = [(name.rpartition("/")[2], row_kinds(own)) for name, (own, _) in parts.items()]
     columns, others = common_columns(kinds, wanted | STEPWISE, where=file.path, remedy=JOINED)
@@ -79,6 +80,7 @@ def open_groups(file: Hdf5File, groups: Mapping[str, Group], asked: Asked) -> So
     empty, is_demos = len(chosen) - len(parts), all(map(_DEMO.fullmatch, groups))
     is_unclear = is_demos and "dones" in columns and not ("dones" in names.values() or asked.rule)
     notes = [f"{count_text(empty, 'episode')} without steps left out"] * (empty > 0)
+    notes += [f"{n} is no column: {why}" for n, why in lacking.items()]
     return Source(
         [Piece.of({n: own[n] for n in columns}) for own, _ in parts.values()],
         columns,
@@ -93,7 +95,7 @@ def open_groups(file: Hdf5File, groups: Mapping[str, Group], asked: Asked) -> So
             attributes={
                 **attributes,
                 "filter_keys": sorted(masks),
-                "left_out": others | left_out | dict.fromkeys(aside, "in no group"),
+                "left_out": others | lacking | left_out | dict.fromkeys(aside, "in no group"),
                 "warnings": [*file.warnings, *notes, *[DONES] * is_unclear],
             },
         ),
@@ -175,6 +177,21 @@ def _columns(
         raise misfit(f"{count_text(rows, 'row')}, num_samples is {claimed}", where)
     own = {n: file.column(h) if isinstance(h := headers[n], Hdf5Dataset) else h for n in chosen}
     return own, left_out
+
+
+def _align_numbers(parts: Mapping[str, dict[str, Any]]) -> dict[str, str]:
+    """Give each number of episodes one dtype; return which episodes lack one that others have."""
+    lacking = dict[str, str]()
+    for name in {n: 0 for own in parts.values() for n, c in own.items() if isinstance(c, Number)}:
+        numbers = [own for own in parts.values() if isinstance(own.get(name), Number)]
+        dtypes = {own[name].dtype for own in numbers}
+        common = np.result_type(*dtypes)
+        if common.kind != "f" or any(dtype.kind == "f" for dtype in dtypes):  # int64 and uint64
+            for own in numbers:
+                own[name] = own[name]._replace(value=common.type(own[name].value))
+        if missing := [demo for demo, own in parts.items() if name not in own]:
+            lacking[name] = f"{some_names(missing, 3)} of {len(parts):,} episodes have none"
+    return lacking
 
 
 def _environment(file: Hdf5File) -> tuple[dict[str, Any], str | None, str | None]:
