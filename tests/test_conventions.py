@@ -771,6 +771,27 @@ def test_an_environment_that_changes_inside_episodes_is_refused(names: Any) -> N
         go.from_arrays(TURNS, rule="by:nope")
 
 
+def test_a_column_that_goes_round_is_refused_where_rows_follow_it() -> None:
+    after = {"next_observations": TURNS["observations"] + np.array([0, 1], np.float32)}
+    apart = TURNS | {"observations": TURNS["observations"] * np.array([9, 1], np.float32)}
+    random = np.random.default_rng(0).permuted(np.arange(160).reshape(40, 4) % 4, axis=1).ravel()
+    for columns in (TURNS | after | {"k": IN_TURN}, apart | {"k": IN_TURN}):
+        with one_error("SOURCE_LAYOUT", "k goes round at .*by:k"):
+            go.from_arrays(columns)
+        assert go.from_arrays(columns, rule="by:k").episodes.lengths[:4].tolist() == [10] * 4
+    with one_error("SOURCE_LAYOUT", "rank changes at"):  # at most rows, in any order
+        go.from_arrays(TURNS | {"rank": random})
+    steps = np.arange(160)  # one environment: a clock, and a rank that seldom changes
+    rows = {"observations": np.stack([steps, steps], 1).astype(np.float32)}
+    rows |= {"next_observations": rows["observations"] + 1, "terminals": steps % 20 == 19}
+    for name, values in (("k", steps % 4), ("env_id", steps % 4), ("rank", steps // 50)):
+        assert go.from_arrays(TURNS | rows | {name: values}).info.attributes["warnings"] == []
+    hours = {"terminals": steps % 80 == 79, "hour": steps % 8}
+    hours["observations"] = np.stack([hours["hour"], hours["hour"] % 3], 1).astype(np.float32)
+    said = go.from_arrays(TURNS | hours).info.attributes["warnings"]
+    assert any("hour goes round" in text and "--ends by:hour" in text for text in said)
+
+
 def test_next_observations_tell_environments_in_turn(tmp_path: Path) -> None:
     after = TURNS["observations"] + np.array([0, 1], np.float32)
     said = go.convert(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,16 @@ import numpy as np
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, Int64Array
 from gear_offline.errors import InputError
-from gear_offline.sources.base import READ_BYTES
+from gear_offline.sources.base import READ_BYTES, Piece
 from gear_offline.sources.flags import blocks_of
 from gear_offline.sources.row_marks import MARK, runs
 
-_STREAM = re.compile(r"(.*/)?(env(ironment)?|worker|actor)s?(_?(id|idx|index|number|num))?")
+_STREAM = re.compile(  # a column of environments, if it has no `tag` one that changes often
+    r"(.*/)?(env(ironment)?s?|workers?|actors?|(?P<tag>agent|rank|robot|thread|proc(ess)?|sim))"
+    r"(_?(id|idx|index|number|num))?"
+)
 STEP_COLUMNS = ("observations", "actions", "rewards", "next_observations")
-MOST_STREAMS = 1024
+MOST_STREAMS, MOST_COMPARED = 1024, 1 << 14  # rows
 
 
 def split_order(
@@ -83,19 +87,49 @@ def doubts(
     `last` are the last rows of the episodes that were found.
     """
     for name in (n for n in table if n not in flags and n.split("/")[0] not in STEP_COLUMNS):
-        column, is_stream = table[name], _STREAM.fullmatch(name) is not None
-        if column.shape != (rows,) or column.dtype.kind not in ("iufU" if is_stream else "iuU"):
+        column, stream = table[name], _STREAM.fullmatch(name)
+        if column.shape != (rows,) or column.dtype.kind not in ("iufU" if stream else "iuU"):
             continue
-        ends = _changes(column) if is_stream else _rounds(column)
-        if inside := np.setdiff1d(ends, last).size:
-            what = f"{name} goes round at {count_text(inside, 'step')} inside episodes"
-            if is_stream:
-                what = f"{name} changes at {count_text(inside, 'step')} inside episodes"
-            yield f"{what}, as of environments in turn", f"--ends by:{name} sorts rows", is_stream
+        ends = runs(blocks_of(column))[0][1:] - 1 if stream else np.zeros(0, np.int64)
+        is_named = stream and (not stream["tag"] or 2 * ends.size > rows)
+        ends = ends if is_named else _rounds(column)
+        inside = np.setdiff1d(ends, last)
+        if not inside.size or (is_sorted := _is_sorted(table, column)) is False:
+            continue
+        what = f"{name} {'changes' if is_named else 'goes round'} at "
+        what += f"{count_text(inside.size, 'step')} inside episodes, as of environments in turn"
+        is_certain = is_named or (is_sorted and not np.isin(last[:-1], ends).all())
+        yield what, f"--ends by:{name} sorts rows", bool(is_certain)
 
 
-def _changes(column: Any) -> Int64Array:
-    return runs(blocks_of(column))[0][1:] - 1
+def _is_sorted(table: Mapping[str, Any], column: Any) -> bool | None:
+    """Tell whether rows follow those of the same value, and not those that are stored before.
+
+    Next observations tell it, or distances; ``None`` where they do not.
+    """
+    name = next((n for n in table if n.split("/")[0] == "observations"), None)
+    if name is None or table[name].dtype.kind not in "biuf":
+        return None
+    observed, after = table[name], table.get(f"next_{name}")
+    step_bytes = prod(observed.shape[1:]) * observed.dtype.itemsize
+    rows = min(column.shape[0], MOST_COMPARED, READ_BYTES // max(step_bytes, 1))
+    values = _first_rows(column, rows)[:, 0]
+    order = np.argsort(values, kind="stable")
+    is_same = values[order[1:]] == values[order[:-1]]
+    before, then = order[:-1][is_same], order[1:][is_same]
+    now = _first_rows(observed, rows).astype(np.float64)
+    if not then.size:
+        return None
+    if after is not None and after.shape == observed.shape:
+        following = _first_rows(after, rows)
+        is_stored = np.isclose(following[:-1], now[1:], 1e-3, 1e-3).all(1).mean() > 0.5
+        is_turned = np.isclose(following[before], now[then], 1e-3, 1e-3).all(1).mean() > 0.5
+        return None if is_stored == is_turned else bool(is_turned)
+    return bool(2 * abs(now[then] - now[before]).mean() < abs(np.diff(now, axis=0)).mean()) or None
+
+
+def _first_rows(column: Any, rows: int) -> Array:
+    return Piece.of({"": column}).read("", 0, rows).reshape(rows, -1)
 
 
 def _rounds(column: Any) -> Int64Array:
