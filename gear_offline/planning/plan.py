@@ -1,4 +1,4 @@
-"""The memory and speed of a recipe on a cluster: docs/how-to/plan-a-cluster.md.
+"""The memory and speed of a recipe on a cluster: docs/how-to/clusters.md.
 
 Shape legend: D nodes, G GPUs a node, S shards, n segments of a global batch.
 """
