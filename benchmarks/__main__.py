@@ -2,7 +2,7 @@
 
 python -m benchmarks                      what there is
 python -m benchmarks gather --quick       small sizes, few repeats
-python -m benchmarks loader --json        one JSON document on stdout
+python -m benchmarks loader --json        one JSON document on stdout; names its commit
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import sys
 
 from benchmarks.common import names, print_document, run_benchmark
+from gear_offline.core.system import clean_commit
 from gear_offline.errors import GearError
 
 
@@ -28,7 +29,9 @@ def main() -> int:
         print("\n".join(f"{name:10} {text}" for name, text in names().items()))
         return 0
     try:
-        document = run_benchmark(options.name, quick=options.quick)
+        kept = options.json and not options.quick  # a figure, which somebody else must find again
+        commit = {"commit": clean_commit()} if kept else {}
+        document = commit | run_benchmark(options.name, quick=options.quick)
     except GearError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -22,6 +22,7 @@ from benchmarks.parity import (
     parse,
     table,
 )
+from gear_offline.core import system
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.loaders.loader import GearLoader
 from tests.support import make_dataset
@@ -52,6 +53,21 @@ def test_a_benchmark_is_listed_and_prints_one_json_document(
     assert document["benchmark"] == name and document["machine"]["cores"] >= 1
     assert document["results"] and all(isinstance(row, dict) for row in document["results"])
     common.print_document(document)
+
+
+def test_a_figure_names_a_commit_that_has_all_of_the_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["benchmarks", "select", "--json"])
+    monkeypatch.setattr(command, "run_benchmark", lambda name, **_: {"benchmark": name})
+    for told, code in (("1a2b3c4-dirty", 2), ("1a2b3c4", 0)):
+        monkeypatch.setenv("GEAR_OFFLINE_COMMIT", told)
+        system._commit.cache_clear()
+        assert command.main() == code
+    system._commit.cache_clear()
+    streams = capsys.readouterr()
+    assert json.loads(streams.out) == {"commit": "1a2b3c4", "benchmark": "select"}
+    assert streams.err.startswith("[USAGE]") and "differ from their commit" in streams.err
 
 
 def test_work_grows_no_faster_than_the_data() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from gear_offline.core.text import say, size_text
-from gear_offline.errors import GearError
+from gear_offline.errors import GearError, InputError
 
 RESERVE_BYTES = 256 << 20  # of the available memory, left to everything else
 _TORCH = threading.RLock()
@@ -95,20 +95,34 @@ def versions(*packages: str) -> dict[str, str]:
     return numbers
 
 
+def clean_commit() -> str:
+    """Return the commit of this code; refuse code that no commit has."""
+    commit = _commit()
+    if not commit or commit.endswith("-dirty"):
+        what = "files here differ from their commit" if commit else "this code names no commit"
+        remedy = "commit them; in a copy without .git set GEAR_OFFLINE_COMMIT"
+        raise InputError("USAGE", f"{what}, so nobody could measure it again", "", remedy)
+    return commit
+
+
 _version = cache(version)  # parsing a package's metadata takes milliseconds
 
 
 @cache
 def _commit() -> str:
-    """Return the commit that pip installed, or that of the checkout in which this file stands."""
-    record = json.loads(distribution("gear-offline").read_text("direct_url.json") or "{}")
+    """Return the commit that GEAR_OFFLINE_COMMIT tells, of this file's checkout, or of pip's."""
+    if told := os.environ.get("GEAR_OFFLINE_COMMIT"):  # of a copy without .git
+        return told
     root = Path(__file__).parents[2]
     if (root / ".git").exists():
         ask = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
         with suppress(OSError, subprocess.SubprocessError):  # without git, or another user's
             git = subprocess.run(ask, capture_output=True, check=True, text=True, timeout=5)
             return git.stdout.strip()
-    return str(record.get("vcs_info", {}).get("commit_id", ""))
+    with suppress(PackageNotFoundError):
+        record = json.loads(distribution("gear-offline").read_text("direct_url.json") or "{}")
+        return str(record.get("vcs_info", {}).get("commit_id", ""))
+    return ""
 
 
 def machine() -> dict[str, Any]:
