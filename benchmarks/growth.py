@@ -11,20 +11,24 @@ from __future__ import annotations
 import cProfile
 import json
 import math
+import os
 import pstats
 import shutil
 import tempfile
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import h5py
 import numpy as np
 
 import gear_offline as go
 from benchmarks.common import Call, timed
+from gear_offline.core.parts import admit
 from gear_offline.dataset.growing import GrowingDataset
 from gear_offline.dataset.scores import dataset_of_file
 from gear_offline.training.json_lines import last_record
@@ -143,6 +147,18 @@ def last_step(path: Path, records: int) -> Call:
     return partial(last_record, path / "metrics.jsonl")
 
 
+def admissions(path: Path, names: int) -> Call:
+    numbers = count()
+
+    def call() -> None:
+        with patch.dict(os.environ, XDG_STATE_HOME=str(path)):
+            for name in range(names):
+                (path / f"{name}.py").write_text(f"# {next(numbers)}")  # another file each time
+                admit([f"{path}/{name}.py:Name"])
+
+    return call
+
+
 SIZES: dict[str, tuple[Make, str, int, int]] = {  # what grows, from where, `quick`: from where
     "convert": (convert, "episodes", 10_000, 100),
     "audit": (audit, "episodes", 10_000, 300),
@@ -157,6 +173,7 @@ SIZES: dict[str, tuple[Make, str, int, int]] = {  # what grows, from where, `qui
     "a batch": (batch, "episodes", 10_000, 100),
     "episode(i), many columns": (episode_of_columns, "columns", 100, 20),
     "episode(i), many shards": (episode_of_shards, "shards", 100, 10),
+    "admissions of parts": (admissions, "names", 300, 30),
     "a run's last step": (last_step, "records", 100_000, 3_000),
 }
 
