@@ -423,6 +423,21 @@ def test_columns_of_the_generic_layout(tmp_path: Path) -> None:
     assert "'bottom burner/ü' is the column bottom_burner/_" in attributes["warnings"]
 
 
+def test_an_enumeration_in_which_zero_is_true_is_no_flag(tmp_path: Path, good: Path) -> None:
+    ends = good_columns()["terminals"]
+    for values in ({"FALSE": 0, "TRUE": 1}, {"TRUE": 0, "FALSE": 1}):
+        with h5py.File(good, "a") as file:
+            del file["terminals"]
+            rows = np.where(ends, values["TRUE"], values["FALSE"]).astype("i1")
+            file.create_dataset("terminals", data=rows, dtype=h5py.enum_dtype(values, "i1"))
+        if values["TRUE"]:
+            with open_source(good) as source:
+                last = np.cumsum(source.episodes.lengths) - 1
+                np.testing.assert_array_equal(last, [*np.flatnonzero(ends), STEPS - 1])
+        else:
+            refused(good, "COLUMN", "'terminals': it is an enumeration in which")
+
+
 def test_something_must_end_episodes(tmp_path: Path) -> None:
     path = write(tmp_path / "y.hdf5", table(9))
     refused(path, "COLUMN", "steps=N")

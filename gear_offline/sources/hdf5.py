@@ -183,6 +183,7 @@ class Hdf5File(Closing):
                 name: value
                 for name, kind in kinds.items()
                 if kind.shape in ((), (1,)) and kind.dtype.kind in "biuf"
+                if not _inverted(kind.dtype)
                 if math.isfinite(value := np.asarray(attributes[name]).reshape(-1)[0])
             }
         return {}
@@ -364,6 +365,8 @@ def _dtype(dataset: Any) -> tuple[np.dtype[Any] | None, str, bool]:
         return None, f"unknown type ({error})", False
     if dtype.kind not in "biufc" or dtype.itemsize > 16 or dtype.char in "gG":
         return None, f"type {dtype}", False
+    if inverted := _inverted(dtype):
+        return None, inverted, False
     if dtype.kind in "iu" and stored.get_class() == h5t.ENUM:
         stored = stored.get_super()
     plain = np.dtype(dtype.str)  # without h5py's enum metadata
@@ -371,6 +374,14 @@ def _dtype(dataset: Any) -> tuple[np.dtype[Any] | None, str, bool]:
     if is_packed and (stored.get_class() != h5t.INTEGER or stored.get_size() != plain.itemsize):
         return None, f"a type that only resembles {plain}", False
     return plain, plain.name, is_packed
+
+
+def _inverted(dtype: np.dtype[Any]) -> str:
+    """Say that 0 means true in an enumeration; "" in any other type."""
+    for word, value in (h5py.check_enum_dtype(dtype) or {}).items():
+        if (word.lower(), value != 0) in (("true", False), ("false", True)):
+            return f"an enumeration in which {word} is {value}"
+    return ""
 
 
 def _plain(value: Any, most: int = 500) -> Plain | None:
