@@ -158,6 +158,10 @@ def test_a_user_types_what_a_file_may_not_ask_for(tmp_path: Path) -> None:
     go.load_recipe("smoke", {"evaluate.environment_options": {"g": 5000.0}})
     with make_environment("Pendulum-v1", {"g": 5000.0}) as environment:
         assert environment.raw.get_wrapper_attr("g") == 5000.0
+    with one_error("ENVIRONMENT", "g is -Infinity") as caught:  # as Minari's specs may say
+        make_environment("Pendulum-v1", {"g": "-Infinity"})
+    typed = re.search(r"environment_options='(.*?)' with", caught.value.remedy)
+    assert typed and go.load_recipe("smoke", [f"evaluate.environment_options={typed[1]}"])
 
 
 STRANGE: dict[str, dict[str, object]] = {

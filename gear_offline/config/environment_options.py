@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ MOST = {
     "screen_size": 512,
     "seed": 1 << 63,
 }
+ENDLESS = {"Infinity": "1.0e+300", "-Infinity": "-1.0e+300"}  # a recipe's numbers are finite
 WORDS = re.compile(r"(?![.~])[^/\\]{0,200}")  # no path
 WRAPPERS = """
 AtariPreprocessing ClipAction ClipReward DelayObservation DtypeObservation FilterObservation
@@ -65,6 +67,13 @@ def beyond_bounds(options: Mapping[str, Any]) -> str | None:
     return next(_beyond(options), None)
 
 
+def shown_options(options: Mapping[str, Any]) -> str:
+    """Return options as one types them in a shell."""
+    text = json.dumps(options)
+    text = re.sub('"?(-?Infinity)"?', lambda word: ENDLESS[word[1]], text)
+    return shlex.quote(text) if len(text) < 200 else "..."
+
+
 def typed_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Permit options that the user types; return them as a recipe or a file gives them back."""
     try:
@@ -87,6 +96,8 @@ def _beyond(options: Mapping[str, Any], place: str = "") -> Iterator[str]:
                 yield from _beyond(part, f"{shown} ")
             elif isinstance(part, list):
                 values += part
+            elif part in ENDLESS:
+                yield f"{shown} is {part}"
             elif isinstance(part, str) and (not WORDS.fullmatch(part) or part == "human"):
                 yield f"{shown} is {part[:40]!r}, a path or a window"
             elif isinstance(part, int | float):

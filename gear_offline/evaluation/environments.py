@@ -40,7 +40,11 @@ import numpy as np
 import psutil
 from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
 
-from gear_offline.config.environment_options import beyond_bounds, options_name
+from gear_offline.config.environment_options import (
+    beyond_bounds,
+    options_name,
+    shown_options,
+)
 from gear_offline.core.draws import Draws
 from gear_offline.core.files import Closing
 from gear_offline.core.parts import (
@@ -355,8 +359,7 @@ def _check_options(environment_id: str, options: Options) -> None:
         return
     readmit({name: digest_of(name)})  # as he typed them before
     if not is_admitted(name):
-        text = json.dumps(options)
-        text = f"'{text}'" if len(text) < 200 else "..."
+        text = shown_options(options)
         what = f"a file alone names the options that it is made with, and {problem}"
         remedy = f"if you trust them, type them: evaluate.environment_options={text} with train "
         remedy += "and sweep, else --environment-options; {} makes it without"
