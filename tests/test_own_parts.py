@@ -267,6 +267,10 @@ def doubled(episode):
     assert twice.returns.mean == pytest.approx(2 * dataset.manifest.returns.mean)
     with one_error("USAGE", "more.py has no 'doubly', did you mean 'doubled'"):
         go.convert("dataset", "thrice", map="more.py:doubly", quiet=True)
+    (own / "of --rename a=b").mkdir()  # a path is no option, which Python would call otherwise
+    path = (own / "more.py").rename(own / "of --rename a=b" / "more.py")
+    with one_error("USAGE", f"'{path}' has no 'doubly'"):
+        go.convert("dataset", "thrice", map=f"{path}:doubly", quiet=True)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from gear_offline.core.part_files import (
     digest_object,
     read_files,
 )
-from gear_offline.core.text import first_line
+from gear_offline.core.text import first_line, typed
 from gear_offline.errors import GearError, InputError, in_home
 
 OPTIONS = "environment_options"  # before the digest of options, which are permitted as parts are
@@ -235,7 +235,7 @@ def readmit(digests: Mapping[str, str]) -> None:
         else:
             how = "has changed since the run began with it" if now else "is not there any more"
             file = None if name in _permission.live else file_of(name.rpartition(":")[0])
-            _permission.refused[name] = f"{file or name} {how}"
+            _permission.refused[name] = f"{typed(file or name)} {how}"
 
 
 def _home() -> Path:
@@ -291,7 +291,7 @@ def check_admitted(kind: Kind, name: str) -> None:
         place, _, own = name.rpartition(":")
         shown, remedy = name, "if you trust it, name it yourself (a recipe.yaml counts as a run's)"
         if place.endswith(".py") and not Path(place).is_file():  # of another machine, or moved
-            what = f"{place}, which a run, a dataset or a policy names, is not here"
+            what = f"{typed(place)}, which a run, a dataset or a policy names, is not here"
             shown, remedy = f"{Path(place).name}:{own}", "get that file, and name it where it is"
         typed = f"{kind.option}={shown}"
         if name in _permission.live:  # there is a newer one of its name
@@ -309,7 +309,8 @@ def _attribute(kind: Kind, name: str) -> Any:
     for part in path.split("."):
         if not hasattr(value, part):
             near = difflib.get_close_matches(part, list(vars(module)), n=1)
-            what = f"{place} has no {part!r}" + (f", did you mean {near[0]!r}?" if near else "")
+            what = f"{typed(place)} has no {part!r}"
+            what += f", did you mean {near[0]!r}?" if near else ""
             remedy = f"write {kind.option}=FILE.py:Name or package.module:Name"
             raise InputError(kind.code, what, kind.option, remedy)
         value = getattr(value, part)
@@ -326,15 +327,16 @@ def part_module(kind: Kind, name: str) -> ModuleType:
     try:
         contents = _contents(place, file)
     except OSError as error:
-        what = f"{place} cannot be read: {error.strerror or error}"
+        what = f"{typed(place)} cannot be read: {error.strerror or error}"
         raise InputError(kind.code, what, kind.option, "give the file's path") from error
     if _permission.admitted[name] != digest_files(contents):
-        remedy = f"if you trust it, name it again: {kind.option}={name}"
-        raise InputError(kind.code, f"{place} has changed meanwhile", kind.option, remedy)
+        remedy = f"if you trust it, name it again: {kind.option}={typed(name)}"
+        raise InputError(kind.code, f"{typed(place)} has changed meanwhile", kind.option, remedy)
     if _files.is_loading(file):
         remedy = "put what it does, when it is run, behind if __name__ == '__main__':"
-        raise InputError(kind.code, f"{place} asks for {name} while it is imported", name, remedy)
-    with calling_part(kind, f"importing {place}", name):
+        what = f"{typed(place)} asks for {typed(name)} while it is imported"
+        raise InputError(kind.code, what, name, remedy)
+    with calling_part(kind, f"importing {typed(place)}", name):
         return _files.load(file, contents)
 
 
@@ -371,6 +373,7 @@ def own_lines(error: BaseException, libraries: tuple[str, ...] = ()) -> list[str
         frames = reversed(traceback.extract_tb(cause.__traceback__))
         own = [f for f in frames if not f.filename.startswith((*ours, *libraries))]
         own = [f for f in own if not f.filename.startswith(PACKAGES)] or own
-        lines = [f"{line.filename}:{line.lineno} in {line.name}" for line in own[:LINES_SHOWN]]
+        own = own[:LINES_SHOWN]
+        lines = [f"{typed(line.filename)}:{line.lineno} in {line.name}" for line in own]
         cause = cause.__cause__
     return lines

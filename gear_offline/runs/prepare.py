@@ -31,7 +31,7 @@ from gear_offline.core.files import check_folder, turn_of
 from gear_offline.core.hub import is_there
 from gear_offline.core.parts import is_same
 from gear_offline.core.system import available_bytes, versions
-from gear_offline.core.text import count_text, say, short, size_text, texts
+from gear_offline.core.text import count_text, say, short, size_text, texts, typed
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.growing import GrowingDataset
 from gear_offline.dataset.scores import find_scores
@@ -140,7 +140,7 @@ def _make(data: DataSettings, path: Path, *, quiet: bool) -> None:
     source = data.source
     if data.collect is not None:
         source = str(_collect(data.collect, path.with_name(path.name + ".hdf5"), quiet))
-    say(f"converting {source} to {path}", quiet=quiet)
+    say(f"converting {typed(source or '')} to {typed(path)}", quiet=quiet)
     convert(source or "", path, columns=data.columns, quiet=quiet)
 
 
@@ -202,10 +202,10 @@ def _collect(settings: CollectSettings, file: Path, quiet: bool) -> Path:
     if file.exists():
         with open_source(file) as source:
             _check_collected(settings, source.info.attributes.get("attributes"), "file", file)
-        say(f"using {file}, which was collected before", quiet=quiet)
+        say(f"using {typed(file)}, which was collected before", quiet=quiet)
         return file
     steps = count_text(settings.steps, "step")
-    say(f"collecting {steps} of {settings.environment} in {file}", quiet=quiet)
+    say(f"collecting {steps} of {settings.environment} in {typed(file)}", quiet=quiet)
     check_folder(file.parent, output=file)
     file.parent.mkdir(parents=True, exist_ok=True)
     # refuses a module that only a run names

@@ -304,7 +304,7 @@ def find_checkpoint(run: Path, which: str | int | None = None) -> Path:
         if not (run / STATE).exists():
             raise no_run(run)
         if which is not None:
-            what, remedy = f"{run} is one checkpoint", "leave the choice of a checkpoint out"
+            what, remedy = f"{typed(run)} is one checkpoint", "leave the choice of a checkpoint out"
             raise InputError("USAGE", what, where="checkpoint", remedy=remedy)
         return run.resolve()
     known = {str(step): path for step, path in list_checkpoints(folder)}

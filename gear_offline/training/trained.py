@@ -14,6 +14,7 @@ from gear_offline.config.arguments import check_arguments
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.hub import PREFIX, fetch, is_hub
 from gear_offline.core.parts import admit, digest_of, is_same, part_name, readmit
+from gear_offline.core.text import typed
 from gear_offline.core.torch_state import torch_defaults
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError, given_path
@@ -182,7 +183,7 @@ def find_trained(
     if not (path / POLICY).is_file():
         return while_removed(lambda: trained_model(chosen_checkpoint(path, checkpoint), kind))
     if checkpoint is not None:
-        what, remedy = f"{path} is one policy", "leave the choice of a checkpoint out"
+        what, remedy = f"{typed(path)} is one policy", "leave the choice of a checkpoint out"
         raise InputError("USAGE", what, where="checkpoint", remedy=remedy)
     loaded, file = read_policy(path, kind)
     return _by_itself(loaded, file, file, str(path))
