@@ -34,23 +34,18 @@ from gear_offline.sources.input_files import InputFile, reading_errors
 SUFFIXES = (".hdf5", ".h5")
 OTHER_FILES = {  # how a file of such a name comes in by Python
     ".csv": "pandas.read_csv({!r}).to_parquet('mine.parquet')",
-    ".jsonl": "pandas.read_json({!r}, lines=True).to_parquet('mine.parquet')",
-    ".npy": "go.from_arrays({{'observations': numpy.load({!r}), 'actions': ...}})",
     ".json": "pandas.read_json({!r}).to_parquet('mine.parquet')",
+    ".jsonl": "pandas.read_json({!r}, lines=True).to_parquet('mine.parquet')",
     ".mat": "file = scipy.io.loadmat({!r}, squeeze_me=True); "
     "go.convert(go.from_arrays({{n: file[n] for n in file if n[0] != '_'}}), 'OUT')",
-    ".pkl": "if you trust it, go.convert(go.from_arrays(pickle.load(open({!r}, 'rb'))), 'OUT'); "
-    "of a list of episodes go.from_episodes",
-}
-OTHER_FILES[".pickle"] = OTHER_FILES[".pkl"]
-OTHER_FILES |= {
     ".npy": "go.convert(go.from_arrays({{'observations': numpy.load({!r}), 'actions': ...}}), "
     "'OUT')",
+    ".pkl": "if you trust it, go.convert(go.from_arrays(pickle.load(open({!r}, 'rb'))), 'OUT'); "
+    "of a list of episodes go.from_episodes",
     ".pt": "load it by torch with weights_only, and give its arrays to go.from_arrays",
-    ".jsonl": "pandas.read_json({!r}, lines=True).to_parquet('mine.parquet')",
     ".py": "import it, and give what it makes to go.from_episodes; {!r} is code",
 }
-OTHER_FILES[".pth"] = OTHER_FILES[".pt"]
+OTHER_FILES |= {".pickle": OTHER_FILES[".pkl"], ".pth": OTHER_FILES[".pt"]}
 MAX_READ_BYTES = 256 << 20  # beyond this a row of chunks is read in parts
 KEPT_BYTES = 64 << 20  # of each column the row of chunks that was decoded last, up to this
 MAX_CHUNK_BYTES, MAX_BAND_BYTES = 512 << 20, 1 << 30

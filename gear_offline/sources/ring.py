@@ -22,19 +22,9 @@ from gear_offline.core.types import Array
 from gear_offline.sources.base import Piece
 from gear_offline.sources.input_files import misfit
 
-NEXT: tuple[str, ...] = (
-    "ptr",
-    "pos",
-    "insert_index",
-    "pointer",
-    "next_idx",
-    "cursor",
-    "index",
-    "idx",
-    "position",
-)
-NEXT += ("top", "head", "next_index", "write_idx", "insertion_index")
 COMMON = ("index", "idx", "position", "top", "head")  # also of other things: more stands beside
+NEXT: tuple[str, ...] = ("ptr", "pos", "insert_index", "pointer", "next_idx", "cursor", *COMMON)
+NEXT += ("next_index", "write_idx", "insertion_index")
 FILLED = ("size", "len", "length", "count", "current_size", "num_in_buffer", "num_filled")
 FULL = ("full", "is_full")
 ROOM = ("maxsize", "max_size", "buffer_size", "capacity", "max_len", "max_replay_buffer_size")
