@@ -131,8 +131,7 @@ class GearLoader(Closing, Iterator[Batch]):
     Raises
     ------
     InputError
-        ``LOADER_OPTION``, ``SELECTION``; those of `gear_offline.tables.table.build_table` and
-        `gear_offline.dataset.dataset.open_dataset`.
+        ``LOADER_OPTION``, ``SELECTION``; those of tables, and of `gear_offline.open_dataset`.
     UnavailableError
         ``DEVICE``, ``PACKAGE_MISSING`` for what is asked for and not here.
 

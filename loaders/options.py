@@ -33,7 +33,7 @@ from gear_offline.tables.table import TableOptions
 
 
 class LoaderOptions(LoaderSettings):
-    """The options of `gear_offline.loaders.loader.GearLoader`: a recipe's section, and more."""
+    """The options of `gear_offline.GearLoader`: a recipe's section, and more."""
 
     extra_columns: Sequence[str]
 

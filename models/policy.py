@@ -58,9 +58,8 @@ class Policy:
     context_length
         K, at least 1.
     state_dtype, reward_edits, observations
-        As of `gear_offline.tables.fields.Scales`, which `GearLoader.window` says: what floating
-        observations are rounded to first, what was done to the environment's rewards, and the
-        columns that make up an observation.
+        As `GearLoader.window` says: what floating observations are rounded to first, what was done
+        to the environment's rewards, and the columns that make up an observation.
     device
         A torch device.
     facts

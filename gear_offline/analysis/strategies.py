@@ -74,7 +74,7 @@ def compare_strategies(
     out
         Folder of the page; by default ``runs/NAME-strategies``.
     parallel, exact, ray
-        As in `gear_offline.sweep.run.sweep`.
+        As in `gear_offline.sweep`.
     quiet
         Print nothing.
     model

@@ -97,8 +97,8 @@ def convert(
     Parameters
     ----------
     source
-        What `gear_offline.sources.open_source` understands, or an open source (left open), such as
-        `from_episodes`, `from_arrays`, `join_sources` and `pick_episodes` of that package make.
+        What `gear_offline.open_source` understands, or an open source (left open), such as
+        `from_episodes`, `from_arrays`, `join_sources` and `pick_episodes` make.
     out
         Directory to make.  It appears when it is complete; a run that fails or is killed leaves
         what was there before.

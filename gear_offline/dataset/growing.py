@@ -1,7 +1,7 @@
 """A dataset that grows while a learner trains on it: pieces are admitted, one after the other.
 
 Actors append pieces to the folder ``incoming``, where each appears by a rename, a shard of whole
-episodes with a digest of its bytes in its name (`gear_offline.convert.append`).  A learner admits
+episodes with a digest of its bytes in its name (`gear_offline.Appender`).  A learner admits
 them between two of its steps: it links a piece behind the shards that are there, adds a line to
 ``admissions.jsonl``, and removes the piece.  Killed at any instant, it has admitted a piece wholly
 or not at all.

@@ -33,7 +33,7 @@ def inspect(
     Parameters
     ----------
     path, verify
-        As `gear_offline.dataset.dataset.open_dataset`.
+        As `gear_offline.open_dataset`.
     quiet
         Show no progress.
 

@@ -60,7 +60,7 @@ def train_run(
     quiet: bool = False,
     callbacks: Sequence[Callback] = (),
 ) -> Path:
-    """Train a run and return its directory; `gear_offline.runs.train.train` is the public door.
+    """Train a run and return its directory; `gear_offline.train` is the public door.
 
     `start` is a checkpoint of another run, whose branch this is.
     """

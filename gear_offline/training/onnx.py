@@ -48,7 +48,7 @@ def export_policy(
         The task to act in, of a run of several.
     out
         ``NAME.onnx``, a file that normalises, scales and acts; a name without an ending is that of
-        a folder to make, as `gear_offline.models.policy.Policy.save` does.
+        a folder to make, as `gear_offline.Policy.save` does.
     overwrite
         Replace a file or a policy folder that is there.
     model

@@ -115,7 +115,7 @@ def load_policy(
     Returns
     -------
     Policy
-        See `gear_offline.models.policy.Policy`: `reset`, then `act` and `observe_reward` by turns.
+        See `gear_offline.Policy`: `reset`, then `act` and `observe_reward` by turns.
 
     Raises
     ------
