@@ -18,7 +18,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogFormatter
 
 from gear_offline.core.files import write_file
 from gear_offline.core.text import escaped, printable
@@ -91,6 +91,16 @@ def from_zero(axes: Axes) -> None:
     low, high = axes.dataLim.intervaly
     room = 0.05 * (max(0.0, high) - min(0.0, low))
     axes.set_ylim(low - room if low < 0 else 0.0, high + room or None)
+
+
+def scale_losses(axes: Axes) -> None:
+    """Show losses by their logarithm, and such as are negative or zero as they are."""
+    if axes.dataLim.minposy < np.inf and axes.dataLim.intervaly[0] > 0:
+        axes.set_yscale("log")
+        for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            set_formatter(LogFormatter(minor_thresholds=(2, 0.5), labelOnlyBase=False))
+    else:
+        from_zero(axes)
 
 
 def legend(axes: Axes) -> None:

@@ -231,7 +231,7 @@ def test_no_result_replaces_another_and_paths_are_said_as_they_were_given(
         (run / "evaluations.jsonl").write_text(f"{training}\n")
         home = place if place.name == run.name else run
         said = capfd.readouterr().err
-        assert f"written: {home}/evaluation.json, {home}/report.md and" in said
+        assert f"written: {home}/evaluation.json, {home}/report.html and" in said
         assert place == run or f" is kept in {home}/evaluation-{seed}.json; report and" in said
     shown = (run / "report.md").read_text()
     assert "asked -302" in shown and "weights of step 10;" in shown, "what was evaluated last"

@@ -4,6 +4,8 @@ import io
 import json
 import os
 import re
+from base64 import b64decode
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -231,3 +233,41 @@ def test_damaged_files_of_a_run_are_one_error(run: Path, name: str) -> None:
         with one_error("RUN_DAMAGED") as caught:
             write_report(run)
         assert name in caught.value.where
+
+
+class Page(HTMLParser):
+    """What a browser would fetch, and the texts that it would show."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.sources, self.links, self.texts = list[str](), list[str](), list[str]()
+        self.tags = set[str]()
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.sources += [value or "" for name, value in attrs if name == "src"]
+        self.links += [value or "" for name, value in attrs if name == "href"]
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data.strip())
+
+
+@pytest.mark.usefixtures("pictures")
+def test_a_page_holds_its_pictures_and_shows_foreign_text_as_text(tmp_path: Path) -> None:
+    """Nothing is fetched, no script runs, and no file outside the run gets into it."""
+    run = tmp_path / "<script>alert(1)<"
+    (run / "plots").mkdir(parents=True)
+    (run / "recipe.yaml").write_text(write_data(tmp_path, rule="<b>x</b>").to_yaml())
+    write_lines(run / "metrics.jsonl", {"step": 10, "loss": 0.5}, {"step": 20, "loss": 0.1})
+    for name in ("../secret.png", "plots/film.gif", "plots/film.mp4"):
+        (run / name).write_bytes(Path(name).name.encode())
+    videos = ["plots/film.gif", "../secret.png", "plots/film.mp4"]
+    (run / "evaluation.json").write_text(json.dumps(evaluation(videos=videos)))
+    page = Page(write_report(run).with_suffix(".html"))
+    assert run.name in page.texts and not page.tags & {"script", "link", "iframe", "object", "b"}
+    kinds = [source.partition(";")[0] for source in page.sources]
+    assert sorted(kinds) == ["data:image/gif", "data:image/png", "data:image/png", "data:video/mp4"]
+    contents = [b64decode(source.partition(",")[2]) for source in page.sources]
+    assert b"film.mp4" in contents and b"secret.png" not in contents
+    assert {"data.path", str(tmp_path / "tiny"), "recipe.yaml"} <= {*page.texts}

@@ -17,6 +17,7 @@ from gear_offline.analysis.significance import Comparison, Outcome
 from gear_offline.core.files import write_file, writing
 from gear_offline.core.text import count_text, interval_text, short
 from gear_offline.progress import Terminal, print_table
+from gear_offline.runs.page import STYLE
 from gear_offline.runs.report import render_page
 
 MAIN = {  # what the terminal shows; the page has all
@@ -109,6 +110,7 @@ def render(comparison: Comparison) -> str:
     return render_page(
         Path(__file__).with_name("page.html.j2"),
         comparison=comparison,
+        style=STYLE.read_text(encoding="utf-8"),
         name=comparison.data.path.rstrip("/").rpartition("/")[2],
         facts=facts,
         problems=problems,

@@ -186,7 +186,7 @@ def _keep(report: EvaluationReport, home: Path, shown: Path, quiet: bool) -> Non
             numbered = (place.with_stem(f"{place.stem}-{n}") for n in itertools.count(1))
             kept = shutil.copyfile(place, next(path for path in numbered if not path.exists()))
         report.write(place)
-        written = shown / write_report(home, final=report).name
+        written = shown / write_report(home, final=report).with_suffix(".html").name
         say(f"written: {shown / 'evaluation.json'}, {written} and its plots", quiet=quiet)
         if kept is not None:
             text = f"the result before this one is kept in {shown / kept.name}"

@@ -1,8 +1,8 @@
 """The report of a run: what it learnt from, what it learnt, how to repeat it.
 
-``report.md`` and the plots beside it are made from the files of the run directory alone, and from
-the dataset where it is still there.  What is missing is left out, so a report can be written at
-any time.
+``report.md``, its page ``report.html`` and the plots beside them are made from the files of the run
+directory alone, and from the dataset where it is still there.  What is missing is left out, so a
+report can be written at any time.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 
 from gear_offline import plots
+from gear_offline.config.files import flat
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.strict_yaml import read_yaml
 from gear_offline.core.files import write_file
@@ -28,6 +29,7 @@ from gear_offline.core.text import count_text, interval_text, markdown, short, t
 from gear_offline.core.types import Float64Array
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError
+from gear_offline.runs.page import write_page
 from gear_offline.training.records import (
     EvaluationReport,
     Interval,
@@ -45,7 +47,7 @@ CURVE = "plots/learning_curve.png"
 
 
 def write_report(run: str | os.PathLike[str], *, final: EvaluationReport | None = None) -> Path:
-    """Write the plots and ``report.md`` of a run directory and return the report's path.
+    """Write the plots, ``report.md`` and its page of a run directory; return the report's path.
 
     It shows the evaluation `final`; by default that of the latest weights, of equals the one that
     ``evaluation.json`` holds.
@@ -86,12 +88,20 @@ def write_report(run: str | os.PathLike[str], *, final: EvaluationReport | None 
         final=final,
         sections=sections,
         data=datasets.get(""),
+        settings=_own_settings(recipe) if recipe else {},
         curve=CURVE if losses else None,
     )
     for name, content in (pictures | {"report.md": text.encode()}).items():
         (run / name).parent.mkdir(exist_ok=True)
         write_file(run / name, content)
+    write_page(run / "report.md")
     return run / "report.md"
+
+
+def _own_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return the options of a recipe that differ from the defaults, by their dotted names."""
+    settings = flat(recipe.model_dump(mode="json", exclude_defaults=True, exclude={"parts"}))
+    return {n: v for n, v in settings.items() if n not in ("name", "description")}
 
 
 def render_page(template: Path, **values: Any) -> str:
@@ -150,10 +160,7 @@ def _draw_learning_curve(
     panels = figure.subplots(2 if points else 1, 1, sharex=True, squeeze=False)[:, 0]
     panels[0].plot(steps, y, color=plots.BLUE, linewidth=1.8, marker="o" if y.size == 1 else None)
     plots.dress(panels[0], y="training loss")
-    if y.min() > 0 and y.max() / y.min() > 20:
-        panels[0].set_yscale("log")
-    else:
-        plots.from_zero(panels[0])
+    plots.scale_losses(panels[0])
     title = f"Loss {short(y[-1])} after {count_text(steps[-1], 'step')}, {short(y[0])} at first"
     subtitle = f"{run}: mean loss of the logged steps"
     if points:

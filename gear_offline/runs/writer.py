@@ -160,7 +160,7 @@ class RunWriter(Closing):
             except Exception as error:  # the run is complete, whatever becomes of its report
                 say(f"{text}; there is no report: {error}", quiet=self._quiet)
                 return
-        say(f"{text}; report in {report}", quiet=self._quiet)
+        say(f"{text}; report in {report.with_suffix('.html')}", quiet=self._quiet)
         if learner.growing is not None and not learner.growing.admissions:
             say("no episode that actors appended was admitted", quiet=self._quiet)
 

@@ -89,7 +89,8 @@ class SweepResult(Printed):
                 console.print(f"{result.trial.name} failed: {result.failure}")
 
     def write(self) -> Path:
-        """Write ``sweep.md`` and its plots; return its path."""
+        """Write ``sweep.md``, its page and its plots; return its path."""
+        from gear_offline.runs.page import write_page
         from gear_offline.runs.report import render_page  # matplotlib takes half a second
 
         plot = plot_curves(self.path / "plots" / "learning_curves.png", self.trials, self.table)
@@ -103,6 +104,7 @@ class SweepResult(Printed):
             shows_asked=asked is not None,
         )
         write_file(self.path / "sweep.md", text.encode())
+        write_page(self.path / "sweep.md")
         return self.path / "sweep.md"
 
 
@@ -170,7 +172,7 @@ def plot_curves(path: Path, trials: Sequence[TrialResult], table: SeedTable) -> 
                 axes.scatter(places, values.reshape(-1), s=11, color=colour, alpha=0.35)
         plots.dress(axes, y=RANKING[metric])
         plots.thousands(axes.yaxis)
-    plots.from_zero(panels[0])
+    plots.scale_losses(panels[0])
     panels[-1].set_xlabel("optimizer step")
     panels[-1].set_xlim(left=0)
     plots.thousands(panels[-1].xaxis)
