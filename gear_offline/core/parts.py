@@ -293,12 +293,12 @@ def check_admitted(kind: Kind, name: str) -> None:
         if place.endswith(".py") and not Path(place).is_file():  # of another machine, or moved
             what = f"{typed(place)}, which a run, a dataset or a policy names, is not here"
             shown, remedy = f"{Path(place).name}:{own}", "get that file, and name it where it is"
-        typed = f"{kind.option}={shown}"
+        words = f"{kind.option}={shown}"
         if name in _permission.live:  # there is a newer one of its name
-            typed = f"the class itself, as {kind.argument.strip('-') or kind.option}={own}"
+            words = f"the class itself, as {kind.argument.strip('-') or kind.option}={own}"
         elif kind.argument:
-            typed += f" with train and sweep, else {kind.argument} {shown}"
-        remedy += f": {typed}"
+            words += f" with train and sweep, else {kind.argument} {shown}"
+        remedy += f": {words}"
         raise InputError(kind.code, _permission.refused.get(name, what), kind.option, remedy)
 
 

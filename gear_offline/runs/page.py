@@ -46,7 +46,7 @@ def make_page(text: str, folder: Path) -> str:
         "link_open": partial(_link, folder.resolve()),
     }
     for name, rule in rules.items():
-        reader.renderer.rules[name] = lambda tokens, index, *_, rule=rule: rule(tokens, index)
+        reader.add_render_rule(name, lambda _, tokens, index, *__, rule=rule: rule(tokens, index))
     tokens = reader.parse(text)
     title = next((token.content for token in tokens if token.type == "inline"), "")
     body = reader.renderer.render(tokens, reader.options, {})
