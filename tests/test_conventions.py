@@ -774,6 +774,9 @@ def test_an_environment_that_changes_inside_episodes_is_refused(names: Any) -> N
 def test_a_column_that_goes_round_is_refused_where_rows_follow_it() -> None:
     after = {"next_observations": TURNS["observations"] + np.array([0, 1], np.float32)}
     apart = TURNS | {"observations": TURNS["observations"] * np.array([9, 1], np.float32)}
+    two = {name: rows[np.isin(IN_TURN, (0, 3))] for name, rows in (TURNS | after).items()}
+    with one_error("SOURCE_LAYOUT", "left goes round at .*by:left"):
+        go.from_arrays(two | {"left": two["observations"][:, 0] == 3})
     random = np.random.default_rng(0).permuted(np.arange(160).reshape(40, 4) % 4, axis=1).ravel()
     for columns in (TURNS | after | {"k": IN_TURN}, apart | {"k": IN_TURN}):
         with one_error("SOURCE_LAYOUT", "k goes round at .*by:k"):

@@ -237,8 +237,8 @@ def test_numbers_in_attributes_of_groups_are_columns(tmp_path: Path) -> None:
         file["data/demo_0"].attrs["only_here"] = 1
     with open_source(path, rule="terminated-as-truncations") as source:
         assert not {"note", "vector", "num_samples", "only_here"} & {c.name for c in source.spec}
-        why = "only_here is no column: data/demo_10, data/demo_2 of 3 episodes have none"
-        assert why in source.info.attributes["warnings"]
+        why = "data/demo_10, data/demo_2 of 3 episodes have none"
+        assert source.info.attributes["left_out"]["only_here"] == why
         counts = [LENGTHS[name] for name in ORDER]
         for column, dtype, values in (
             ("success", np.bool_, success),
@@ -258,7 +258,7 @@ def test_numbers_in_attributes_of_groups_are_columns(tmp_path: Path) -> None:
     for where in ("success", "success == 1 and seed > 0"):
         convert(path, tmp_path / "d", where=where, overwrite=True, quiet=True)
         assert open_dataset(tmp_path / "d").episodes.lengths.tolist() == [5, 7]
-    with one_error("USAGE", why):
+    with one_error("USAGE", f"only_here is no column: {why}"):
         convert(path, tmp_path / "d", where="only_here == 1", overwrite=True, quiet=True)
 
 

@@ -80,7 +80,6 @@ def open_groups(file: Hdf5File, groups: Mapping[str, Group], asked: Asked) -> So
     empty, is_demos = len(chosen) - len(parts), all(map(_DEMO.fullmatch, groups))
     is_unclear = is_demos and "dones" in columns and not ("dones" in names.values() or asked.rule)
     notes = [f"{count_text(empty, 'episode')} without steps left out"] * (empty > 0)
-    notes += [f"{n} is no column: {why}" for n, why in lacking.items()]
     return Source(
         [Piece.of({n: own[n] for n in columns}) for own, _ in parts.values()],
         columns,

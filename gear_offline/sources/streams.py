@@ -88,7 +88,7 @@ def doubts(
     """
     for name in (n for n in table if n not in flags and n.split("/")[0] not in STEP_COLUMNS):
         column, stream = table[name], _STREAM.fullmatch(name)
-        if column.shape != (rows,) or column.dtype.kind not in ("iufU" if stream else "iuU"):
+        if column.shape != (rows,) or column.dtype.kind not in ("iufU" if stream else "iuUb"):
             continue
         ends = runs(blocks_of(column))[0][1:] - 1 if stream else np.zeros(0, np.int64)
         is_named = stream and (not stream["tag"] or 2 * ends.size > rows)

@@ -189,11 +189,13 @@ def _judge(source: Source, asked: Asked) -> None:
 
 
 def _open_folder(path: Path, asked: Asked) -> Source:
-    """Open the files of a folder that make one dataset, or those of ``train`` in it (the Hub's)."""
+    """Open the files of a folder that make one dataset, or those in it where the Hub has them."""
     folder = path.absolute()
-    places: tuple[Path, ...] = (folder,)
-    if (folder / "train").is_dir():
-        places += (folder / "train",)
+    is_bare = not any(files_in(folder, kind) for kind in KINDS)
+    places = (
+        folder,
+        *(p for p in (folder / "train", folder / "data")[: 1 + is_bare] if p.is_dir()),
+    )
     if _listed_files(folder):
         places = (folder,)
     elif (folder / "dataset_dict.json").is_file():
