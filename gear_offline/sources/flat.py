@@ -200,7 +200,7 @@ def find_columns(
                 * bool(ready)
                 + f"needed: {', '.join(required)}; found: {some_names(arrays)}; other "
                 f"names: --rename NAME={column}; several: name them by "
-                "--columns, docs/how-to/cameras.md; other layouts: docs/how-to/convert.md"
+                "--columns, docs/how-to/frames.md; other layouts: docs/how-to/convert.md"
             )
             raise InputError("COLUMN", what, where, remedy)
         chosen += [name for name in leaves if name not in chosen]
