@@ -38,7 +38,7 @@ from gear_offline.training.records import mean_interval
 EPISODES = 50  # of a task, as its paper has it
 PARTS = 50  # of a set, each with a seed of its own, however many cores there are
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "gear-offline" / "ogbench"
-# as its GCBC (docs/dev/parity.md): goals are later states of the episode, batches of 1,024, Adam
+# as its GCBC (docs/dev/experiments.md): goals are later states, batches of 1,024, Adam
 COMMON: dict[str, Any] = {
     "loader.goals": {"future": 1.0},
     "loader.batch_size": 1024,

@@ -345,7 +345,7 @@ def summary(runs: dict[str, list[dict[str, Any]]], targets: Sequence[float]) -> 
 
 
 def table(document: dict[str, Any]) -> str:
-    """Return the Markdown table of docs/dev/parity.md."""
+    """Return the Markdown table of docs/dev/experiments.md."""
     lines = [
         "| data | mean and best return in it | ours, return | released, return | ours, score | "
         "released, score | 95 % of the difference in return | loss, ours / released | |",
