@@ -1,6 +1,6 @@
 """D4RL: which family a file is of and how that family ends episodes; where its files come from.
 
-Families share column names and differ in what their flags mean.  docs/explanation/episodes.md gives
+Families share column names and differ in what their flags mean.  docs/reference/sources.md gives
 the reasons and the public reports behind each rule.
 """
 

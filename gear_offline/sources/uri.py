@@ -67,7 +67,7 @@ def open_source(
         Path of a file or directory, or a name, as docs/how-to/convert.md lists them.
     rule
         Boundary rule in place of the format's own, e.g. ``"terminals|steps=1000"``; see
-        docs/explanation/episodes.md.
+        docs/how-to/convert.md.
     names
         Column name to the column that gets it; of an HDF5 file to the dataset, or group of
         datasets: ``{"observations": "obs", "dones": "episode_end"}``.  Several vectors are put
