@@ -59,7 +59,8 @@ def on_post_page(output: str, **_: Any) -> str:
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> None:
     """Have the search show how something is done before where it is listed."""
-    kind = "own" if "/own-" in page.url else page.url.partition("/")[0]
+    is_own = "/own-" in page.url or "reference/strategies" in page.url
+    kind = "own" if is_own else page.url.partition("/")[0]
     page.meta["search"] = {"boost": {"own": 4, "how-to": 2, "tutorials": 2}.get(kind, 0.5)}
 
 

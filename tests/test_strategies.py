@@ -365,9 +365,9 @@ def test_evaluations_that_fail_are_told_with_their_error(
 def test_the_file_in_the_documents_is_a_strategy(
     dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = blocks((ROOT / "docs" / "how-to" / "own-strategy.md").read_text(), "python")
+    page = blocks((ROOT / "docs" / "reference" / "strategies.md").read_text(), "python")
     file, recipe = tmp_path / "fading.py", tmp_path / "mine.yaml"
-    file.write_text(page[0])
+    file.write_text(next(block for block in page if "def fading" in block))
     recipe.write_text(recipe_of(dataset).to_yaml())
     words = [
         "strategies",

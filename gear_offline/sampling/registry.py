@@ -118,7 +118,7 @@ def find_strategy(name: object) -> Strategy:
     if isinstance(part, Strategy):
         return part
     if not callable(part):
-        remedy = "write a function of facts and options: docs/how-to/own-strategy.md"
+        remedy = "write a function of facts and options: docs/reference/strategies.md"
         raise InputError("SELECTION", f"{name} is no function", "selection.strategy", remedy)
     for known in _STRATEGIES.values():  # it may be registered, with facts of its own
         if known.draw is part:
