@@ -75,6 +75,7 @@ class TransformerConfig(BaseModel):
     frame_stack: Annotated[int, Field(ge=1, le=64)] = 1
     observations: tuple[InputColumn, ...] | None = None
     tasks: tuple[ModelTask, ...] | None = None
+    num_labels: Annotated[int, Field(ge=0, le=65_536)] | None = None  # that class names each
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -262,6 +262,9 @@ def doubled(episode):
     (own / "line.py").write_text(text.replace("lines.txt", "line.txt"))
     go.sync(run, "line.py:Lines")
     assert len((run.path / "line.txt").read_text().splitlines()) == 2, "named by the caller alone"
+    (own / "line.py").write_text(text.replace("lines.txt", "nowhere/line.txt"))
+    with one_error("RECIPE", "sending to it raised FileNotFoundError.*line.py:"):
+        go.sync(run, "line.py:Lines")
     dataset = go.open_dataset("dataset")
     twice = go.convert("dataset", "twice", map="more.py:doubled", quiet=True)
     assert twice.returns.mean == pytest.approx(2 * dataset.manifest.returns.mean)

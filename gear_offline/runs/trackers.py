@@ -23,7 +23,7 @@ from gear_offline.config.arguments import check_arguments
 from gear_offline.config.recipe import load_recipe
 from gear_offline.config.sections import TrainSettings
 from gear_offline.core.files import write_file
-from gear_offline.core.parts import find_part
+from gear_offline.core.parts import calling_part, find_part
 from gear_offline.core.text import first_line, say, told_apart, typed
 from gear_offline.errors import InputError
 from gear_offline.runs.callbacks import Callback
@@ -160,13 +160,13 @@ class Tracking(Callback):
     """Tells a tracker what happens; one that fails is given up, and training goes on."""
 
     def __init__(self, name: str, project: str) -> None:
-        self._name, self._project = name, project
+        self.name, self._project = name, project
         self._tracker: Tracker | None = None
         self._failed = set[tuple[str, int]]()  # evaluations, which may be played again
 
     def open(self, run: Run) -> None:
         """Open the tracker and send what it lacks of the run's files."""
-        self._tracker = find_part(TRACKERS, self._name)(run, self._project)
+        self._tracker = find_part(TRACKERS, self.name)(run, self._project)
         for kind, (file, line) in FILES.items():
             for record in read_records(run.path / file):
                 line.model_validate(record)  # refuses what is no such line
@@ -202,8 +202,8 @@ class Tracking(Callback):
             act(*words)
         except (Exception, SystemExit) as error:
             self._tracker = None
-            what = f"{self._name} failed and is told no more ({first_line(error)})"
-            later = f"`gear-offline sync {typed(run.path)} --tracker {self._name}` sends the rest"
+            what = f"{self.name} failed and is told no more ({first_line(error)})"
+            later = f"`gear-offline sync {typed(run.path)} --tracker {self.name}` sends the rest"
             say(f"warning: {what}; training goes on; {later}")
 
 
@@ -248,8 +248,9 @@ def sync(
     check_trackers(settings.trackers)
     with RunDirectory(run.path, resume=True):
         for tracking in trackings(settings):
-            tracking.open(run)
-            tracking.close()
+            with calling_part(TRACKERS, "sending to it", tracking.name):
+                tracking.open(run)
+                tracking.close()
 
 
 def _values(kind: str, record: Mapping[str, Any]) -> dict[str, float]:
