@@ -63,8 +63,6 @@ class TransformerConfig(BaseModel):
     # which it warns of.
     bos_token_id: int | None = 0
     eos_token_id: int | list[int] | None = 0
-    # of files alone, unread: the released class makes a name for each
-    num_labels: Annotated[int, Field(ge=0, le=65_536)] = 2
     discrete_actions: bool = False
     context_length: Annotated[int, Field(ge=1, le=65_536)] = 20
     goals: bool = False
@@ -116,4 +114,4 @@ class TransformerConfig(BaseModel):
 
 
 FIELDS = list(TransformerConfig.model_fields)
-RELEASED_KEYS = set(FIELDS[: FIELDS.index("num_labels")])
+RELEASED_KEYS = set(FIELDS[: FIELDS.index("discrete_actions")])
