@@ -56,10 +56,10 @@ class Schedule:
             return self.peak * (step + 1) / self.warmup
         if self.kind == "constant":
             return self.peak
-        left = max(0.0, (self.steps - step) / max(1, self.steps - self.warmup))
+        remaining = max(0.0, (self.steps - step) / max(1, self.steps - self.warmup))
         if self.kind == "linear":
-            return self.peak * left
-        return self.peak * 0.5 * (1.0 - math.cos(math.pi * left))
+            return self.peak * remaining
+        return self.peak * 0.5 * (1.0 - math.cos(math.pi * remaining))
 
 
 class DeviceAdamW:
@@ -137,11 +137,11 @@ class DeviceAdamW:
 
     def states(self) -> list[dict[str, Tensor]]:
         """Return the state of each parameter by the names of ``torch.optim.AdamW``."""
-        parts = zip(self.steps.unbind(), self.first, self.second, strict=True)
-        return [{"step": s, "exp_avg": m, "exp_avg_sq": v} for s, m, v in parts]
+        moments = zip(self.steps.unbind(), self.first, self.second, strict=True)
+        return [{"step": s, "exp_avg": m, "exp_avg_sq": v} for s, m, v in moments]
 
     def send_addresses(self) -> None:
-        """Tell the GPU where parameters, moments and gradients lie: the table of pieces."""
+        """Write the table of pieces: where parameters, moments and gradients lie."""
         addresses = self._addresses.to(self._device)
         torch.index_select(addresses, 0, self._cuts[:, 0], out=self._pieces)
         gradient_bytes = 4 if self._shadows is None else 2
@@ -195,10 +195,10 @@ def enqueue_together(updates: Sequence[Update]) -> None:
     The models have parameters of the same sizes, all shadows or none, and are on one GPU.
     """
     for begin in range(0, len(updates), MOST_JOBS):
-        part = updates[begin : begin + MOST_JOBS]
-        first, jobs = part[0].adamw, np.zeros(1, JOBS)
-        jobs["count"] = count = len(part)
-        for number, update in enumerate(part):
+        chunk = updates[begin : begin + MOST_JOBS]
+        first, jobs = chunk[0].adamw, np.zeros(1, JOBS)
+        jobs["count"] = count = len(chunk)
+        for number, update in enumerate(chunk):
             adamw = update.adamw
             assert (adamw._shadows is None) == (first._shadows is None), "of one kind"
             assert len(adamw._cuts) == len(first._cuts), "of one shape"

@@ -102,8 +102,8 @@ def _kernel(source: str, name: str, device: int) -> Kernel:
 @cache
 def _module(source: str, device: int) -> Any:
     cupy = import_cupy()
-    with cupy.cuda.Device(device) as chosen:
-        capability = int(chosen.compute_capability)
+    with cupy.cuda.Device(device) as gpu:
+        capability = int(gpu.compute_capability)
         if capability < LEAST_CAPABILITY:
             what = f"the GPU has compute capability {capability / 10}, the kernels need "
             what += f"{LEAST_CAPABILITY / 10}"
@@ -114,7 +114,7 @@ def _module(source: str, device: int) -> Any:
         try:
             module.compile()
         except Exception as error:
-            raise _broken(f"compiling {source} failed: {first_line(error)}") from error
+            raise _cupy_error(f"compiling {source} failed: {first_line(error)}") from error
         return module
 
 
@@ -126,11 +126,11 @@ def import_cupy() -> Any:
 
         cupy.cuda.runtime.getDeviceCount()
     except Exception as error:
-        raise _broken(f"CuPy cannot be used: {first_line(error)}") from error
+        raise _cupy_error(f"CuPy cannot be used: {first_line(error)}") from error
     return cupy
 
 
-def _broken(what: str) -> UnavailableError:
+def _cupy_error(what: str) -> UnavailableError:
     remedy = "install the CuPy for your CUDA: gear-offline[gpu] for CUDA 13, [gpu-cuda12] for "
     remedy += "CUDA 12; or use engine='off'"
     return UnavailableError("PACKAGE_MISSING", what, remedy=remedy)
@@ -146,8 +146,8 @@ def structure(name: str) -> np.dtype[Any]:
     text = re.sub("//.*", "", "".join(file.read_text() for file in files))
     (body,) = re.findall(rf"struct (?:alignas\(16\) )?{name} {{(.*?)\n}};", text, re.DOTALL)
     fields = list[Any]()
-    for kind, members, most in re.findall(r"(\w+\*?) ([\w, ]+)(?:\[(\w+)\])?;", body):
-        dtype = np.uint64 if "*" in kind else _NUMBERS.get(kind) or structure(kind)
+    for type_name, members, most in re.findall(r"(\w+\*?) ([\w, ]+)(?:\[(\w+)\])?;", body):
+        dtype = np.uint64 if "*" in type_name else _NUMBERS.get(type_name) or structure(type_name)
         shape = re.findall(rf"\b{most} = (\d+)", text)[:1] if most else ()
         fields += [(member, dtype, tuple(map(int, shape))) for member in members.split(", ")]
     return np.dtype(fields, align=True)

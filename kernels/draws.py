@@ -81,8 +81,8 @@ class Segments:
         return self._map(lambda values: values.reshape(-1))
 
     def _map(self, change: Callable[[Any], Any]) -> Segments:
-        parts: dict[str, Any] = {k: v if v is None else change(v) for k, v in vars(self).items()}
-        return Segments(**parts)
+        columns: dict[str, Any] = {k: v if v is None else change(v) for k, v in vars(self).items()}
+        return Segments(**columns)
 
 
 class _Key(ISeedSequence):
@@ -133,7 +133,7 @@ def slot_draws(
     return draws(seed=seed, stream=stream, first_step=first_step, steps=steps, count=count)
 
 
-def bounded(draw: UInt64Array, n: int | Int64Array) -> Int64Array:
+def bound_draws(draw: UInt64Array, n: int | Int64Array) -> Int64Array:
     """Map uniform 64-bit draws to ``[0, n)``: the high 64 bits of the 128-bit ``draw * n``.
 
     Each value is the image of ``floor(2**64 / n)`` or ``ceil(2**64 / n)`` draws.  Its probability
@@ -204,9 +204,9 @@ def places(
     first_step: int, steps: int, count: int, *, size: int
 ) -> tuple[int, Int64Array, Int64Array]:
     """Return the first slot's epoch; each slot's epoch above it and place in it, (steps, count)."""
-    first_epoch, place = divmod(int(first_step) * int(count), int(size))  # NumPy's overflow
+    first_epoch, first_place = divmod(int(first_step) * int(count), int(size))  # NumPy's overflow
     slots = np.arange(steps * count, dtype=np.uint64).reshape(steps, count)
-    ahead = slots + np.uint64(place)  # place and size may be near 2^63
+    ahead = slots + np.uint64(first_place)  # place and size may be near 2^63
     epochs, at = np.divmod(ahead, np.uint64(size))
     return first_epoch, epochs.astype(np.int64), at.astype(np.int64)
 
@@ -247,14 +247,14 @@ class KeyedOrder:
         rounds = np.arange(ROUNDS, dtype=np.uint64)
         keys = np.asarray(first[:, :1] + further * rounds, dtype=np.uint64)
         size = np.uint64(self.size)
-        things = self._network(at.reshape(-1).view(np.uint64), keys, rows)
-        walking = np.flatnonzero(things >= size)
+        items = self._network(at.reshape(-1).view(np.uint64), keys, rows)
+        walking = np.flatnonzero(items >= size)
         while walking.size:
-            things[walking] = self._network(things[walking], keys, rows[walking])
-            walking = walking[things[walking] >= size]
-        things += bounded(first[:, 1], self.size).view(np.uint64)[rows]
-        things -= size * (things >= size)
-        return things.view(np.int64).reshape(at.shape)
+            items[walking] = self._network(items[walking], keys, rows[walking])
+            walking = walking[items[walking] >= size]
+        items += bound_draws(first[:, 1], self.size).view(np.uint64)[rows]
+        items -= size * (items >= size)
+        return items.view(np.int64).reshape(at.shape)
 
     def _network(self, values: UInt64Array, keys: UInt64Array, rows: Int64Array) -> UInt64Array:
         """Return the image of (n,) values under the keys of their epochs, (epochs, ROUNDS)."""
@@ -262,11 +262,11 @@ class KeyedOrder:
         for number in range(ROUNDS):
             key = keys[0, number] if len(keys) == 1 else keys[rows, number]
             side = number % 2
-            halves[side] ^= _mixed(halves[1 - side] ^ key) & self._masks[side]
+            halves[side] ^= _mix_bits(halves[1 - side] ^ key) & self._masks[side]
         return np.asarray(halves[0] << self._right | halves[1])
 
 
-def _mixed(values: UInt64Array) -> UInt64Array:
+def _mix_bits(values: UInt64Array) -> UInt64Array:
     """Apply the finaliser to the values, in place."""
     for multiplier in MULTIPLIERS:
         values ^= values >> _SHIFT

@@ -60,14 +60,14 @@ class Windows:
         tensors: dict[str, Tensor] = {}
         for buffer, fields in zip(self.buffers, self.fields, strict=True):
             for field in fields:
-                part = buffer
+                view = buffer
                 if len(fields) > 1:
-                    part = buffer[..., field.offset : field.offset + field.width]
-                part = part.view(*part.shape[:-1], *field.shape)
+                    view = buffer[..., field.offset : field.offset + field.width]
+                view = view.view(*view.shape[:-1], *field.shape)
                 if field.history:
-                    steps = part.dim() - len(field.shape) - 1
-                    part = part.unfold(steps, field.history + 1, 1).movedim(-1, steps + 1)
-                tensors[field.name] = part
+                    steps = view.dim() - len(field.shape) - 1
+                    view = view.unfold(steps, field.history + 1, 1).movedim(-1, steps + 1)
+                tensors[field.name] = view
         return tensors
 
     def with_field(self, name: str, values: Tensor, shape: tuple[int, ...] = ()) -> Windows:
@@ -132,28 +132,31 @@ class CpuGather:
         if landing is not None:
             low = np.where(landing.reshape(-1) < 0, low, landing.reshape(-1))
         shift = 0 if self.padding == "right" else real - span
-        padded = self._unfilled(starts, real, 0)
-        whole, long = (real.size, span), torch.int64
-        parts = [((real.size, *rows), dtype) for rows, dtype in self._shapes]
-        outputs = carve(self._arena, [*parts, (whole, long), (whole, long), ((real.size, 2), long)])
-        *buffers, timesteps, mask, named = outputs
+        padded = self._find_padding(starts, real, 0)
+        window_shape, long = (real.size, span), torch.int64
+        layouts = [((real.size, *rows), dtype) for rows, dtype in self._shapes]
+        outputs = carve(
+            self._arena,
+            [*layouts, (window_shape, long), (window_shape, long), ((real.size, 2), long)],
+        )
+        *buffers, timesteps, mask, names = outputs
         for group, view, buffer in zip(self.groups, self._views, buffers, strict=True):
             history = group.history
             self._copy(group, view, low + shift - history if history else low + shift, buffer)
-            _clear(buffer, self._unfilled(starts, real, history) if history else padded)
+            _clear(buffer, self._find_padding(starts, real, history) if history else padded)
         first = (starts + shift)[:, None]
         np.add(first, self._places[:span], out=timesteps.numpy())
         timesteps.numpy().reshape(-1)[padded] = 0
         # Row r of the view begins at its r-th number: r ones, or all but r.
         rows = real if self.padding == "left" else span - real
         _select(self._masks, torch.from_numpy(rows), mask)
-        named.numpy()[:, 0], named.numpy()[:, 1] = episodes, starts
+        names.numpy()[:, 0], names.numpy()[:, 1] = episodes, starts
         return Windows(
             buffers=tuple(buffer.view(*shape, *buffer.shape[1:]) for buffer in buffers),
             fields=tuple(group.fields for group in self.groups),
             timesteps=timesteps.view(*shape, span),
             attention_mask=mask.view(*shape, span),
-            segments=named.view(*shape, 2),
+            segments=names.view(*shape, 2),
         )
 
     def _copy(self, group: ColumnGroup, view: Tensor, rows: Int64Array, out: Tensor) -> None:
@@ -167,11 +170,11 @@ class CpuGather:
         final = final_values(values.reshape(*out.shape[:2], *field.shape), field)
         out.numpy()[...] = final.reshape(out.shape)
 
-    def _unfilled(self, starts: Int64Array, real: Int64Array, history: int) -> Int64Array:
+    def _find_padding(self, starts: Int64Array, real: Int64Array, history: int) -> Int64Array:
         """Return the flat positions, in (n, K + history), that hold no row of the episode."""
         padded = np.flatnonzero((real < self.context_length) | (starts < history))[:, None]
         span, places = self.context_length, self._places[: self.context_length + history]
-        first, last = filled(
+        first, last = locate_rows(
             starts[padded], real[padded], span=span, history=history, padding=self.padding
         )
         outside = (places < first) | (places >= last)
@@ -182,19 +185,19 @@ class CpuGather:
 def real_steps(segments: Segments, lengths: Int64Array, span: int) -> Int64Array:
     """Return (n,) int64, the steps of each window that exist, at least 1; refuse the unknown."""
     episodes, starts = segments.episodes.reshape(-1), segments.starts.reshape(-1)
-    known = episodes.min(initial=0) >= 0 and episodes.max(initial=0) < len(lengths)
-    left = lengths[episodes] - starts if known else episodes - episodes
-    if left.min(initial=1) < 1 or starts.min(initial=0) < 0:
+    inside = episodes.min(initial=0) >= 0 and episodes.max(initial=0) < len(lengths)
+    remaining = lengths[episodes] - starts if inside else episodes - episodes
+    if remaining.min(initial=1) < 1 or starts.min(initial=0) < 0:
         what = "a segment begins outside the dataset"
         remedy = f"use episodes below {len(lengths)} and starts below their lengths"
         raise InputError("SELECTION", what, remedy=remedy)
-    real: Int64Array = np.minimum(left, span)
+    real: Int64Array = np.minimum(remaining, span)
     if segments.lengths is not None:
         real = np.minimum(real, np.maximum(segments.lengths.reshape(-1), 1))
     return real
 
 
-def filled(
+def locate_rows(
     starts: Int64Array, real: Int64Array, *, span: int, history: int, padding: Padding
 ) -> tuple[Int64Array, Int64Array]:
     """Return begin and end of the episode's rows among a window's ``span + history`` rows."""
@@ -219,8 +222,8 @@ def _select(view: Tensor, rows: Tensor, out: Tensor) -> None:
     runs = iter(list(zip(torch.split(rows, run), torch.split(out, run), strict=True)))
 
     def copy() -> None:
-        for part, target in runs:
-            torch.index_select(view, 0, part, out=target)
+        for indices, target in runs:
+            torch.index_select(view, 0, indices, out=target)
 
     helpers = min(torch.get_num_threads(), MAX_THREADS, len(rows) // run) - 1
     if helpers < 1 or out.nbytes < SPLIT_BYTES:
@@ -236,8 +239,8 @@ def _select(view: Tensor, rows: Tensor, out: Tensor) -> None:
 def _clear(out: Tensor, padded: Int64Array) -> None:
     """Write zero bytes over the rows of (n, K, W) at flat positions `padded`."""
     rows = out.view(torch.uint8).numpy()
-    whole = rows.view(np.dtype((np.void, rows.shape[-1]))).reshape(-1)
-    whole[padded] = np.zeros((), whole.dtype)
+    records = rows.view(np.dtype((np.void, rows.shape[-1]))).reshape(-1)
+    records[padded] = np.zeros((), records.dtype)
 
 
 def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
@@ -294,9 +297,9 @@ class Arena:
         try:
             owner = self._free.pop()  # one step, so that threads need no lock
         except IndexError:
-            owner = _aligned(nbytes)
+            owner = _allocate_aligned(nbytes)
         if not nbytes <= owner.size <= 2 * nbytes:
-            owner = _aligned(nbytes)
+            owner = _allocate_aligned(nbytes)
         lent = owner[:nbytes].view(_Lent)
         weakref.finalize(lent, _give_back, self._free, owner).atexit = False
         return [torch.from_numpy(lent[begin:end]) for begin, end in ends]
@@ -307,21 +310,21 @@ def _give_back(free: list[UInt8Array], block: UInt8Array) -> None:
     del free[:-SPARE_BLOCKS]
 
 
-def _aligned(nbytes: int) -> UInt8Array:
+def _allocate_aligned(nbytes: int) -> UInt8Array:
     spare = np.empty(nbytes + ALIGNMENT_BYTES, dtype=np.uint8)
     begin = -spare.ctypes.data % ALIGNMENT_BYTES
     return spare[begin : begin + nbytes]
 
 
-def carve(arena: Arena, parts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+def carve(arena: Arena, layouts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
     """Return one tensor of unspecified content per (shape, dtype), all in one block."""
     ends, total = [], 0
-    for shape, dtype in parts:
+    for shape, dtype in layouts:
         begin = total
         total = begin + prod(shape) * dtype.itemsize
         ends.append((begin, total))
         total += -total % ALIGNMENT_BYTES
     return [
         block.view(dtype).view(shape)
-        for block, (shape, dtype) in zip(arena.blocks(ends), parts, strict=True)
+        for block, (shape, dtype) in zip(arena.blocks(ends), layouts, strict=True)
     ]

@@ -327,9 +327,9 @@ class StaticFill:
         """
         real_steps(segments, self._engine.lengths, self._engine.context_length)
         entries = (first_step + np.arange(segments.shape[0])) % self.ring
-        written = np.empty((*segments.shape, 4), np.int64)
-        write_segments(written.reshape(-1, 4), segments, landing, span=self._engine.context_length)
-        self._segments.numpy()[entries] = written
+        records = np.empty((*segments.shape, 4), np.int64)
+        write_segments(records.reshape(-1, 4), segments, landing, span=self._engine.context_length)
+        self._segments.numpy()[entries] = records
 
     def enqueue(self) -> None:
         """Fill the windows of the counter's step and advance it by one."""

@@ -84,12 +84,12 @@ class DevicePriorities:
 
     def find(self, numbers: UInt64Array) -> Int64Array:
         """Return for each number below `total` the item in whose range it lies, int64."""
-        rest = torch.from_numpy(numbers.view(np.int64)).to(self.device)
-        items = torch.zeros_like(rest)
+        remainders = torch.from_numpy(numbers.view(np.int64)).to(self.device)
+        items = torch.zeros_like(remainders)
         for level in reversed(self._levels):
             masses = level.view(-1, FAN)[items]
-            passed = rest[..., None] >= masses.cumsum(-1)
-            rest = rest - (masses * passed).sum(-1)
+            passed = remainders[..., None] >= masses.cumsum(-1)
+            remainders = remainders - (masses * passed).sum(-1)
             items = items * FAN + passed.sum(-1)
         return np.asarray(items.cpu().numpy())
 
@@ -118,7 +118,7 @@ class DevicePriorities:
         self.update(names.to(self.device), values.to(self.device))
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause_updates(self) -> Iterator[None]:
         """Leave out updates that are enqueued inside; those in captured graphs, too."""
         self._state[PAUSED].fill_(1)
         try:

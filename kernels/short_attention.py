@@ -54,28 +54,28 @@ def packed_attention_reference(
     qkv: Tensor,
     heads: int,
     scale: float,
-    kept: Tensor | None = None,
+    mask: Tensor | None = None,
     dropout: float = 0.0,
     bias: Tensor | None = None,
 ) -> Tensor:
     """`packed_attention` in plain torch, for any device and size.
 
-    `kept`, (B, N, T, T) bool, says which weights stay, as `kept_weights` does; they are multiplied
-    by ``1 / (1 - dropout)``.  Without it all stay as they are.
+    `mask`, (B, N, T, T) bool, is true where a weight stays, as `kept_weights` gives it; those are
+    multiplied by ``1 / (1 - dropout)``.  Without it all stay as they are.
     """
     batch, tokens, width = qkv.shape
     if bias is not None:
         grouped = qkv.view(len(bias), -1, tokens, width)
         qkv = (grouped + bias[:, None, None]).to(qkv.dtype).view_as(qkv)
-    parts = qkv.view(batch, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4)
-    query, key, value = parts.unbind()
-    if kept is None:
+    heads_first = qkv.view(batch, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4)
+    query, key, value = heads_first.unbind()
+    if mask is None:
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
     else:
         scores = query @ key.transpose(2, 3) * scale
         past = torch.ones(tokens, tokens, dtype=torch.bool, device=qkv.device).tril()
         weights = scores.masked_fill(~past, float("-inf")).softmax(-1)
-        mixed = (weights * kept / (1 - dropout)) @ value
+        mixed = (weights * mask / (1 - dropout)) @ value
     return mixed.transpose(1, 2).reshape(batch, tokens, width // 3)
 
 
@@ -87,11 +87,11 @@ def kept_weights(seeds: Tensor, dropout: float, *, windows: int, heads: int, tok
     count = windows // len(seeds)
     group, head, query, four = np.ogrid[:count, :heads, :tokens, : -(-tokens // 4)]
     counter = (query * (MOST_TOKENS // 4) + four, group, head, 0)
-    kept = np.empty((len(seeds), count, heads, tokens, tokens), dtype=np.bool_)
-    for place, seed in enumerate(seeds.tolist()):
+    masks = np.empty((len(seeds), count, heads, tokens, tokens), dtype=np.bool_)
+    for index, seed in enumerate(seeds.tolist()):
         stays = np.stack(philox4x32(counter, seed), axis=-1) >= _dropped_words(dropout)
-        kept[place] = stays.reshape(count, heads, tokens, -1)[..., :tokens]
-    return torch.from_numpy(kept.reshape(windows, heads, tokens, tokens)).to(seeds.device)
+        masks[index] = stays.reshape(count, heads, tokens, -1)[..., :tokens]
+    return torch.from_numpy(masks.reshape(windows, heads, tokens, tokens)).to(seeds.device)
 
 
 @torch.library.custom_op("gear_offline::packed_attention", mutates_args=())
@@ -257,7 +257,7 @@ if triton is not None:
         tl.store(base + tl.arange(0, D), tl.sum(values, 0))
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-    def _biased(rows, bias, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _add_bias(rows, bias, D: tl.constexpr):  # type: ignore[no-untyped-def]
         """Add (D,) to (BLOCK, D) in float32; no token sees the rows beyond the window."""
         added = tl.load(bias + tl.arange(0, D)).to(tl.float32)
         return (rows.to(tl.float32) + added[None, :]).to(rows.dtype)
@@ -267,13 +267,13 @@ if triton is not None:
         """Softmax of the dot products, (BLOCK, BLOCK) float32; `scale2` is the scale in bits."""
         scores = tl.dot(query, tl.trans(key)) * scale2
         # Tokens beyond the window are later than all of it, so causality hides them.
-        place = tl.arange(0, BLOCK)
-        scores = tl.where(place[:, None] >= place[None, :], scores, float("-inf"))
+        positions = tl.arange(0, BLOCK)
+        scores = tl.where(positions[:, None] >= positions[None, :], scores, float("-inf"))
         shares = tl.exp2(scores - tl.max(scores, 1)[:, None])
         return shares / tl.sum(shares, 1)[:, None]
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-    def _kept(seeds, window, of_group, head, DROPPED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _draw_mask(seeds, window, of_group, head, DROPPED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         """Return the kept weights, (BLOCK, BLOCK) bool: four neighbours share a block of words."""
         seed = tl.load(seeds + window // of_group)
         fours = tl.arange(0, BLOCK)[:, None] * 32 + tl.arange(0, BLOCK // 4)[None, :]
@@ -295,32 +295,32 @@ if triton is not None:
         key = _load(base + width, tokens, 3 * width, D, BLOCK)
         value = _load(base + 2 * width, tokens, 3 * width, D, BLOCK)
         if BIASED:
-            own = bias + window // of_group * 3 * width + head * D
-            query, key = _biased(query, own, D), _biased(key, own + width, D)
-            value = _biased(value, own + 2 * width, D)
+            group_bias = bias + window // of_group * 3 * width + head * D
+            query, key = _add_bias(query, group_bias, D), _add_bias(key, group_bias + width, D)
+            value = _add_bias(value, group_bias + 2 * width, D)
         weights = _weights(query, key, scale2, BLOCK)
         if DROPPED > 0:
-            stays = _kept(seeds, window, of_group, head, DROPPED, BLOCK)
+            stays = _draw_mask(seeds, window, of_group, head, DROPPED, BLOCK)
             weights = tl.where(stays, weights * factor, 0.0)
         result = tl.dot(weights.to(value.dtype), value)
-        place = window.to(tl.int64) * tokens * width + head * D
-        _store(mixed + place, result, tokens, width, D, BLOCK)
+        offset = window.to(tl.int64) * tokens * width + head * D
+        _store(mixed + offset, result, tokens, width, D, BLOCK)
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _backward(  # type: ignore[no-untyped-def]
-        qkv, gradient, found, tokens, heads, scale, seeds, of_group, factor, bias, sums,
+        qkv, gradient, qkv_gradient, tokens, heads, scale, seeds, of_group, factor, bias, sums,
         DROPPED: tl.constexpr, BIASED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         window, head = tl.program_id(0) // heads, tl.program_id(0) % heads
         width = heads * D
-        place = window.to(tl.int64) * tokens * 3 * width + head * D
-        query = _load(qkv + place, tokens, 3 * width, D, BLOCK)
-        key = _load(qkv + place + width, tokens, 3 * width, D, BLOCK)
-        value = _load(qkv + place + 2 * width, tokens, 3 * width, D, BLOCK)
+        offset = window.to(tl.int64) * tokens * 3 * width + head * D
+        query = _load(qkv + offset, tokens, 3 * width, D, BLOCK)
+        key = _load(qkv + offset + width, tokens, 3 * width, D, BLOCK)
+        value = _load(qkv + offset + 2 * width, tokens, 3 * width, D, BLOCK)
         if BIASED:
-            own = bias + window // of_group * 3 * width + head * D
-            query, key = _biased(query, own, D), _biased(key, own + width, D)
-            value = _biased(value, own + 2 * width, D)
+            group_bias = bias + window // of_group * 3 * width + head * D
+            query, key = _add_bias(query, group_bias, D), _add_bias(key, group_bias + width, D)
+            value = _add_bias(value, group_bias + 2 * width, D)
             sums += window.to(tl.int64) * 3 * width + head * D
         above = _load(
             gradient + window.to(tl.int64) * tokens * width + head * D, tokens, width, D, BLOCK
@@ -329,20 +329,20 @@ if triton is not None:
         of_weights = tl.dot(above, tl.trans(value))
         dropped = weights
         if DROPPED > 0:
-            stays = _kept(seeds, window, of_group, head, DROPPED, BLOCK)
+            stays = _draw_mask(seeds, window, of_group, head, DROPPED, BLOCK)
             dropped = tl.where(stays, weights * factor, 0.0)
             of_weights = tl.where(stays, of_weights * factor, 0.0)
         of_value = tl.dot(tl.trans(dropped.to(value.dtype)), above)
-        _store(found + place + 2 * width, of_value, tokens, 3 * width, D, BLOCK)
+        _store(qkv_gradient + offset + 2 * width, of_value, tokens, 3 * width, D, BLOCK)
         if BIASED:
             _store_sum(sums + 2 * width, of_value, D)
         mean = tl.sum(weights * of_weights, 1)
         of_scores = (weights * (of_weights - mean[:, None]) * scale).to(query.dtype)
         of_query = tl.dot(of_scores, key)
-        _store(found + place, of_query, tokens, 3 * width, D, BLOCK)
+        _store(qkv_gradient + offset, of_query, tokens, 3 * width, D, BLOCK)
         if BIASED:
             _store_sum(sums, of_query, D)
         of_key = tl.dot(tl.trans(of_scores), query)
-        _store(found + place + width, of_key, tokens, 3 * width, D, BLOCK)
+        _store(qkv_gradient + offset + width, of_key, tokens, 3 * width, D, BLOCK)
         if BIASED:  # no softmax sees what is the same for all keys
             tl.store(sums + width + tl.arange(0, D), tl.zeros((D,), tl.float32))

@@ -71,18 +71,18 @@ class Batch:
     task_bounds: Tensor | None = field(default=None, kw_only=True)
 
     def __repr__(self) -> str:
-        shown = (
+        descriptions = (
             f"{name} {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
             for name, values in (self._fields() | dict(self.extras)).items()
             for name, tensor in (values if isinstance(values, dict) else {name: values}).items()
         )
-        return f"Batch({', '.join(shown)}; on {self.device}, padding {self.padding})"
+        return f"Batch({', '.join(descriptions)}; on {self.device}, padding {self.padding})"
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle; tensors that are parts of a larger block are copied."""
-        named = self._tensors()
-        states = named.pop("states")
-        tensors = [*named.values(), *(states.values() if isinstance(states, dict) else [states])]
+        fields = self._tensors()
+        states = fields.pop("states")
+        tensors = [*fields.values(), *(states.values() if isinstance(states, dict) else [states])]
         storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
         if sum(storages.values()) <= 2 * sum(tensor.nbytes for tensor in tensors):
             return self.__dict__
@@ -148,7 +148,9 @@ class Batch:
         ``tasks``, with goals ``goals``; the released class ignores both.
         """
         more = {"tasks": self.tasks, "goals": self.goals}
-        return self._fields() | {name: own for name, own in more.items() if own is not None}
+        return self._fields() | {
+            name: tensor for name, tensor in more.items() if tensor is not None
+        }
 
     def _fields(self) -> dict[str, Any]:
         fields = {name: getattr(self, name) for name in (*_FIELDS, *_NAMED[:2])}
@@ -191,9 +193,12 @@ def _each(change: Callable[..., Tensor], *values: Any) -> Any:
 def join_batches(batches: Sequence[Batch]) -> Batch:
     """Return the segments of batches of equal shapes one after another; without tasks."""
     first = batches[0]
-    parts = [batch._fields() | {"segments": batch.segments} for batch in batches]
+    mappings = [batch._fields() | {"segments": batch.segments} for batch in batches]
     fields: dict[str, Any] = dict.fromkeys(_FIELDS)
-    fields |= {n: _each(lambda *t: torch.cat(t), *(part[n] for part in parts)) for n in parts[0]}
+    fields |= {
+        n: _each(lambda *t: torch.cat(t), *(mapping[n] for mapping in mappings))
+        for n in mappings[0]
+    }
     return Batch(
         **fields,
         padding=first.padding,

@@ -119,9 +119,9 @@ class DeviceFeedback(SegmentFeedback):
         self._tree.update(batch.segments, values)
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause_updates(self) -> Iterator[None]:
         """Leave out updates inside, for steps that are run to warm up."""
-        with self._tree.paused():
+        with self._tree.pause_updates():
             yield
 
 

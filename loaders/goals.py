@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from gear_offline.config.sections import GoalSettings
-from gear_offline.kernels.draws import GOAL_STREAM, Segments, bounded, slot_draws
+from gear_offline.kernels.draws import GOAL_STREAM, Segments, bound_draws, slot_draws
 from gear_offline.kernels.gather import Windows, real_steps
 from gear_offline.sampling.draws import SegmentStream
 from gear_offline.sampling.masses import WeightedChoice
@@ -45,19 +45,19 @@ class GoalSampler:
         count = stream.global_batch
         first_slot = stream.first_slot if slots < count else 0
         numbers = slot_draws(stream.seed, first_step, steps, count, stream=GOAL_STREAM)
-        first, second = (part[:, first_slot : first_slot + slots] for part in numbers)
+        first, second = (words[:, first_slot : first_slot + slots] for words in numbers)
         lengths = self._index.lengths[segments.episodes]
         real = real_steps(segments, self._index.lengths, self._span).reshape(steps, slots)
         now, last = segments.starts + real - 1, lengths - 1
         if self._ahead is None:
-            ahead = bounded(second, np.maximum(last - now, 1))
+            ahead = bound_draws(second, np.maximum(last - now, 1))
         else:
             ahead = self._ahead.search.find(second)
-        kind = self._kinds.search.find(first)
-        inside = np.choose(kind, [now, np.minimum(now + 1 + ahead, last), last, last])
-        episodes, anywhere = self._stream.selection.locate(bounded(second, self._index.steps))
-        goals = np.where(kind == RANDOM, anywhere, inside)
-        episodes = np.where(kind == RANDOM, episodes, segments.episodes)
+        goal_kinds = self._kinds.search.find(first)
+        inside = np.choose(goal_kinds, [now, np.minimum(now + 1 + ahead, last), last, last])
+        episodes, anywhere = self._stream.selection.locate(bound_draws(second, self._index.steps))
+        goals = np.where(goal_kinds == RANDOM, anywhere, inside)
+        episodes = np.where(goal_kinds == RANDOM, episodes, segments.episodes)
         # how probable that goal was, whatever kind it came from
         is_last, shares = goals == last, self._kinds.probability
         future = np.where(now == last, is_last, goals > now) / np.maximum(last - now, 1)
@@ -65,8 +65,12 @@ class GoalSampler:
             later = np.maximum(goals - now - 1, 0)
             chances = np.where(is_last, self._beyond[later], self._ahead.probability[later])
             future = (future > 0) * chances
-        own = shares[CURRENT] * (goals == now) + shares[FUTURE] * future + shares[FINAL] * is_last
-        chance = (episodes == segments.episodes) * own + shares[RANDOM] / self._index.steps
+        inside_chance = (
+            shares[CURRENT] * (goals == now) + shares[FUTURE] * future + shares[FINAL] * is_last
+        )
+        chance = (episodes == segments.episodes) * inside_chance + shares[
+            RANDOM
+        ] / self._index.steps
         return Segments(episodes=episodes, starts=goals, probability=chance)
 
 

@@ -253,12 +253,15 @@ class GearLoader(Closing, Iterator[Batch]):
         return cls.of_recipe(load_recipe(recipe, overrides), dataset=dataset, **options)
 
     @classmethod
-    def of_recipe(cls, whole: Recipe, *, dataset: TableData | None = None, **options: Any) -> Self:
+    def of_recipe(cls, recipe: Recipe, *, dataset: TableData | None = None, **options: Any) -> Self:
         """Return the loader of a recipe that is loaded: nothing is admitted."""
-        data = open_data(whole) if dataset is None else dataset
-        defaults = loader_options(whole, data) | {"seed": whole.seed, "device": whole.train.device}
+        data = open_data(recipe) if dataset is None else dataset
+        defaults = loader_options(recipe, data) | {
+            "seed": recipe.seed,
+            "device": recipe.train.device,
+        }
         if "selection" not in options:
-            options["selection"] = recipe_sampler(whole, data)
+            options["selection"] = recipe_sampler(recipe, data)
         return cls(data, **defaults | options)
 
     def __repr__(self) -> str:
@@ -434,7 +437,7 @@ class GearLoader(Closing, Iterator[Batch]):
 
         `step` counts the batches that were handed out, whatever is prepared ahead.
         """
-        admissions = [part.dataset.admissions for part in parts_of(self.dataset)]
+        admissions = [task.dataset.admissions for task in parts_of(self.dataset)]
         return {
             "format": STATE_FORMAT,
             "step": self._step,

@@ -42,11 +42,11 @@ class LoaderOptions(LoaderSettings):
         return TableOptions.of(vars(self))
 
 
-def check_options(given: Mapping[str, Any], device: torch.device) -> LoaderOptions:
+def check_options(arguments: Mapping[str, Any], device: torch.device) -> LoaderOptions:
     """Return the options among a loader's arguments; refuse what no loader can do."""
-    asked = {name: given[name] for name in LoaderOptions.model_fields}
+    values = {name: arguments[name] for name in LoaderOptions.model_fields}
     try:
-        options = LoaderOptions(**plain(asked))
+        options = LoaderOptions(**plain(values))
     except ValidationError as error:
         what = option_text(LoaderOptions, error.errors()[0])
         raise InputError("LOADER_OPTION", what) from error
@@ -172,22 +172,24 @@ def recipe_sampler(
     if settings == recipe.selection:
         settings = None
     if not isinstance(dataset, JointDataset):
-        chosen, items = settings or recipe.selection, items or Items(recipe)
-        kept = items.insert(dataset)
+        selection, items = settings or recipe.selection, items or Items(recipe)
+        mask = items.insert(dataset)
         sampler = sampler_for(
-            chosen.strategy, dataset, chosen.options, context_length=span, kept=kept
+            selection.strategy, dataset, selection.options, context_length=span, kept=mask
         )
         return items.counted(sampler, step)
-    parts = []
+    task_parts = []
     for task in dataset.tasks:
-        own = (recipe.data.tasks or {})[task.name]
-        chosen = settings or own.selection or recipe.selection
-        sampler = sampler_for(chosen.strategy, task.dataset, chosen.options, context_length=span)
-        parts.append(TaskPart(name=task.name, sampler=sampler, weight=own.weight))
+        task_settings = (recipe.data.tasks or {})[task.name]
+        selection = settings or task_settings.selection or recipe.selection
+        sampler = sampler_for(
+            selection.strategy, task.dataset, selection.options, context_length=span
+        )
+        task_parts.append(TaskPart(name=task.name, sampler=sampler, weight=task_settings.weight))
     points = recipe.data.schedule or ()
-    weights = [[point.weights[part.name] for part in parts] for point in points]
+    weights = [[point.weights[task_part.name] for task_part in task_parts] for point in points]
     schedule = PartWeights([point.step for point in points], weights) if points else None
-    return mix_tasks(parts, schedule)
+    return mix_tasks(task_parts, schedule)
 
 
 def loader_options(recipe: Recipe, dataset: TableData) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class MemoryRows:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(gather.device))
         self.segments.release(event)
-        return _moved(windows, self.device)
+        return _move_windows(windows, self.device)
 
     def close(self) -> None:
         """Stop reading from disk and from other nodes."""
@@ -112,7 +112,7 @@ class DiskRows:
             windows = self.gather.draw_and_gather(first_step, steps)
         else:
             windows = self.gather.gather(self.segments.draw(first_step, steps).segments)
-        return _moved(windows, self.device)
+        return _move_windows(windows, self.device)
 
     def close(self) -> None:
         self.gather.close()
@@ -130,7 +130,7 @@ def _with_counts(windows: Windows, segments: Segments) -> Windows:
     return windows
 
 
-def _moved(windows: Windows, device: torch.device) -> Windows:
+def _move_windows(windows: Windows, device: torch.device) -> Windows:
     if windows.segments.device == device:
         return windows
     return windows.map(lambda tensor: tensor.to(device, non_blocking=True))
@@ -188,11 +188,11 @@ class RowOpener:
         # The ranks of a node build one table together: without a budget none may step aside.
         elif options.placement == "auto" and (budget is not None or self.world.size == 1):
             is_there = budget is None and is_known(self.data, options.table)
-            needed = 0 if is_there else table_bytes(self.data, options.table)
+            row_bytes = 0 if is_there else table_bytes(self.data, options.table)
             limit = available_bytes() - RESERVE_BYTES if budget is None else budget
-            if needed > limit:
+            if row_bytes > limit:
                 reason = (
-                    f"since they take {size_text(needed)} in memory and {size_text(limit)} are "
+                    f"since they take {size_text(row_bytes)} in memory and {size_text(limit)} are "
                     f"{'available' if budget is None else 'the budget'}"
                 )
         if reason is None:
@@ -270,16 +270,16 @@ class RowOpener:
 
     def _build(self, ring: Ring | None) -> Table:
         """Build a table in memory of this process, or once a node if the node has several ranks."""
-        world, parts = self.world, dict[str, Any]()
+        world, ring_options = self.world, dict[str, Any]()
         if ring is not None:
-            parts["shards"] = ring.share.shards.tolist()
-            parts["landing_rows"] = ring.rows * len(world.members)
+            ring_options["shards"] = ring.share.shards.tolist()
+            ring_options["landing_rows"] = ring.rows * len(world.members)
         if not world.feeds:
             return build_table(self.data, self.options.table, shards=())
         if world.size == world.node_count:
-            make = build_table if parts else get_table
-            return make(self.data, self.options.table, **parts)
-        share = partial(share_table, self.data, self.options.table, **parts)
+            make = build_table if ring_options else get_table
+            return make(self.data, self.options.table, **ring_options)
+        share = partial(share_table, self.data, self.options.table, **ring_options)
         shared = world.lead(share, leader=world.leader)
         handles = world.gather(None if shared is None else asdict(shared[1].handle()))
         if shared is None:
@@ -332,8 +332,8 @@ class RowOpener:
             )
             if self.goals is None:
                 return engine, None, placed
-            own = [each for each in groups if _has_states(each.group)]
-            return engine, make(own, context_length=1), placed
+            state_groups = [each for each in groups if _has_states(each.group)]
+            return engine, make(state_groups, context_length=1), placed
         except GearError as error:
             if options.engine == "on" or options.placement != "auto":
                 raise
@@ -349,8 +349,8 @@ class RowOpener:
         how, key = (str(self.device), options.placement, options.hbm_budget), ""
         if world.size == 1:
             key = table_key(self.data, options.table)
-            if (known := PLACED.get((key, *how))) is not None:
-                return known  # type: ignore[no-any-return]
+            if (shared_table := PLACED.get((key, *how))) is not None:
+                return shared_table  # type: ignore[no-any-return]
         table, weights = build(), self.stream.selection.episode_weight
         if weights is not None and len(weights) != self.data.episodes.episodes:
             weights = None  # the sampler draws from the first episodes only

@@ -29,7 +29,7 @@ from gear_offline.distributed.sharding import Assigner, NodeShare
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
 from gear_offline.kernels.draws import Segments
-from gear_offline.kernels.gather import filled, real_steps
+from gear_offline.kernels.gather import locate_rows, real_steps
 from gear_offline.loaders.options import LoaderOptions
 from gear_offline.sampling.draws import SegmentStream
 from gear_offline.tables.table import Table
@@ -52,8 +52,8 @@ class DrawnBlock:
     names: Tensor | None = None  # (T, B, 4) both on the GPU, if they are there
 
     def __getitem__(self, steps: slice) -> DrawnBlock:
-        parts = (self.segments, self.landing, self.names)
-        return DrawnBlock(*(part if part is None else part[steps] for part in parts))  # type: ignore[arg-type]
+        columns = (self.segments, self.landing, self.names)
+        return DrawnBlock(*(column if column is None else column[steps] for column in columns))  # type: ignore[arg-type]
 
 
 class LocalSegments:
@@ -108,13 +108,24 @@ class Planner:
     """Draws and assigns blocks of steps: the same for all ranks, whatever was planned before."""
 
     def __init__(
-        self, stream: SegmentStream, world: World, ring: Ring, *, first_row: int, whole: bool
+        self,
+        stream: SegmentStream,
+        world: World,
+        ring: Ring,
+        *,
+        first_row: int,
+        whole_windows: bool,
     ) -> None:
         """The ring begins at `first_row` of what the gather reads.
 
-        `whole`: it copies whole windows, what is no row of the episode included.
+        `whole_windows`: it copies whole windows, also what is no row of the episode.
         """
-        self._stream, self._ring, self._rank, self._whole = stream, ring, world.rank, whole
+        self._stream, self._ring, self._rank, self._whole_windows = (
+            stream,
+            ring,
+            world.rank,
+            whole_windows,
+        )
         self._first_row = first_row
         self._assigner = Assigner(world.nodes, stream.global_batch)
         self._own = self._assigner.places[world.rank]
@@ -140,12 +151,12 @@ class Planner:
         """
         share, options, steps = self._ring.share, self._ring.options, self._ring.steps
         span, history, margin = options.context_length, options.table.history, options.table.margin
-        drawn = self._stream.draw(first_step, steps * len(first_rows))
-        homes = share.nodes[drawn.episodes]
+        global_segments = self._stream.draw(first_step, steps * len(first_rows))
+        homes = share.nodes[global_segments.episodes]
         slots, moves = self._assigner.assign(homes)
         slots += np.arange(len(homes))[:, None] * homes.shape[1]  # of all steps
-        step, place, slot, readers, owners, block = self._elsewhere(homes, slots, moves)
-        every = drawn.flat()
+        step, position, slot, readers, owners, block = self._elsewhere(homes, slots, moves)
+        every = global_segments.flat()
         far = every[slot]
         # Each lands in a window of its own, those of a reader one behind the other.
         ranks = len(self._assigner.places)
@@ -154,11 +165,17 @@ class Planner:
         rows = (np.arange(len(step)) - np.repeat(ends - counts, counts)) * margin
         rows += first_rows[block]
         real, before = real_steps(far, share.lengths, span), np.minimum(far.starts, history)
-        if self._whole:  # it lies as the gather copies it: what is copied besides is its own part
-            rows += filled(far.starts, real, span=span, history=history, padding=options.padding)[0]
-        own = np.flatnonzero(readers == self._rank)
+        if (
+            self._whole_windows
+        ):  # it lies as the gather copies it: what is copied besides is its own part
+            rows += locate_rows(
+                far.starts, real, span=span, history=history, padding=options.padding
+            )[0]
+        reads_here = np.flatnonzero(readers == self._rank)
         landing = np.full((len(homes), self._ring.rank_batch), -1)
-        landing[step[own], self._turn[place[own]]] = (rows + before)[own] + self._first_row
+        landing[step[reads_here], self._turn[position[reads_here]]] = (rows + before)[
+            reads_here
+        ] + self._first_row
         segments = every[slots[:, self._own]]
         reads = Reads(
             readers=readers,
@@ -168,9 +185,9 @@ class Planner:
             steps=before + real,
             rows=rows,
         )
-        whole, edges = DrawnBlock(segments, landing), [0, *ends[ranks - 1 :: ranks].tolist()]
+        all_steps, edges = DrawnBlock(segments, landing), [0, *ends[ranks - 1 :: ranks].tolist()]
         return [
-            (whole[n * steps : (n + 1) * steps], reads.take(slice(*edges[n : n + 2])))
+            (all_steps[n * steps : (n + 1) * steps], reads.take(slice(*edges[n : n + 2])))
             for n in range(len(first_rows))
         ]
 
@@ -182,16 +199,16 @@ class Planner:
         Their step, place, slot, reader, owner and block, in the order of block, reader and owner.
         """
         at, batch = np.flatnonzero(moves), homes.shape[1]
-        step, place = np.divmod(at, batch)
+        step, position = np.divmod(at, batch)
         slot = slots.reshape(-1)[at]
         home, readers, block = (
             homes.reshape(-1)[slot],
-            self._reader[place],
+            self._reader[position],
             step // self._ring.steps,
         )
         owners = self._members[home, slot % batch % self._counts[home]]
         order = np.lexsort((owners, readers, block))
-        return tuple(each[order] for each in (step, place, slot, readers, owners, block))
+        return tuple(each[order] for each in (step, position, slot, readers, owners, block))
 
 
 class ShardedSegments:
@@ -221,9 +238,9 @@ class ShardedSegments:
         begin = table.landing_row + world.members.index(world.rank) * ring.rows
         landing = slice(begin, begin + ring.rows)
         held = slice(table.margin, table.margin + table.episodes.steps)
-        own = tuple(group.rows[held] for group in table.groups)
+        held_rows = tuple(group.rows[held] for group in table.groups)
         self._exchange: Any = open_exchange(
-            NodeRows(lengths=ring.share.lengths, nodes=ring.share.nodes, rows=own),
+            NodeRows(lengths=ring.share.lengths, nodes=ring.share.nodes, rows=held_rows),
             tuple(group.rows[landing] for group in table.groups),
             world,
             road=ring.options.exchange,
@@ -235,8 +252,10 @@ class ShardedSegments:
         self._engine = engine
         self._stream: Any = None  # the one that blocks land on
         first_row = 0 if self.in_stream else begin
-        whole = not self.in_stream
-        self._planner = Planner(stream, world, ring, first_row=first_row, whole=whole)
+        whole_windows = not self.in_stream
+        self._planner = Planner(
+            stream, world, ring, first_row=first_row, whole_windows=whole_windows
+        )
         self._depth, self._blocks = 1, 1  # plans ahead, and blocks of each
         if self.in_stream and self._ahead:
             blocks = PLAN_SEGMENTS // (ring.steps * stream.global_batch)
@@ -294,15 +313,15 @@ class ShardedSegments:
                 self._prepare(first_step + (len(coming) + 1) * self._blocks * steps)
             self._planned = deque(work.result())
         self._drawn, block, reads = self._planned.popleft()
-        return block if reads is None else self._guarded(self._post, self._drawn, block, reads)
+        return block if reads is None else self._run_guarded(self._post, self._drawn, block, reads)
 
     def _prepare(self, first_step: int) -> None:
         numbers = np.arange(self._numbers, self._numbers + self._blocks)
         self._numbers += self._blocks
-        guarded = self._threads.submit(self._guarded, self._plan, first_step, numbers)
+        guarded = self._threads.submit(self._run_guarded, self._plan, first_step, numbers)
         self._coming.append((first_step, guarded))
 
-    def _guarded(self, work: Callable[..., T], *arguments: Any) -> T:
+    def _run_guarded(self, work: Callable[..., T], *arguments: Any) -> T:
         """Do a piece of work, but nothing more after an error."""
         if self._error is not None:
             raise self._error

@@ -56,10 +56,10 @@ class StaticBatch:
     ) -> None:
         self._writer, ring = writer, 0 if writer is None else writer.ring
         engines = [engine] if goals is None else [engine, goals]
-        own: Any = windows or [None] * len(engines)
+        targets: Any = windows or [None] * len(engines)
         fills = [
-            StaticFill(each, chances=learns, windows=place, ring=ring, live=live)
-            for each, place in zip(engines, own, strict=True)
+            StaticFill(each, chances=learns, windows=target, ring=ring, live=live)
+            for each, target in zip(engines, targets, strict=True)
         ]
         batch_bytes = sum(buffer.nbytes for buffer in fills[0].windows.buffers)
         self.ahead = ahead and engine.reads_host and batch_bytes >= AHEAD_BYTES
@@ -72,8 +72,8 @@ class StaticBatch:
             for each in fills:
                 each.limit_blocks(AHEAD_BLOCKS)
         self._fills = fills
-        whole, *more = (each.map(lambda t: t[None]) for each in self._windows)
-        (self.batch,) = split_steps(whole, padding, task_bounds, *more)
+        first_windows, *more = (each.map(lambda t: t[None]) for each in self._windows)
+        (self.batch,) = split_steps(first_windows, padding, task_bounds, *more)
         self._stream: Any = None
         if self.ahead:
             device = self.batch.device
@@ -134,8 +134,8 @@ class StaticBatch:
             return
         self._mark(0, timed)
         for windows, fill in zip(self._windows, self._fills, strict=True):
-            for own, fetched in zip(_tensors(windows), _tensors(fill.windows), strict=True):
-                own.copy_(fetched)
+            for target, fetched in zip(_tensors(windows), _tensors(fill.windows), strict=True):
+                target.copy_(fetched)
         self._mark(1, timed)
         self._stream.wait_stream(torch.cuda.current_stream(self.batch.device))
         with torch.cuda.stream(self._stream):
@@ -212,14 +212,14 @@ def side_by_side(
     `engines` gather the windows of a batch and, if there are any, its goals.
     """
     size = engines[0].rank_batch
-    wholes = [engine.allocate((count * size,)) for engine in engines]
-    parts = [
-        [whole.map(lambda t, n=n: t[n * size : (n + 1) * size]) for whole in wholes]  # type: ignore[misc]
+    blocks = [engine.allocate((count * size,)) for engine in engines]
+    slices = [
+        [block.map(lambda t, n=n: t[n * size : (n + 1) * size]) for block in blocks]  # type: ignore[misc]
         for n in range(count)
     ]
-    first, *goals = (whole.map(lambda t: t[None]) for whole in wholes)
+    first, *goals = (block.map(lambda t: t[None]) for block in blocks)
     (batch,) = split_steps(first, padding, None, *goals)
-    return parts, batch
+    return slices, batch
 
 
 def _tensors(windows: Windows) -> tuple[Tensor, ...]:

@@ -340,7 +340,7 @@ def test_feedback_in_a_graph(dataset: Any) -> None:
         feedback.update(batches.batch, losses_of(batches.batch))
         batches.end()
 
-    with feedback.paused():
+    with feedback.pause_updates():
         step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

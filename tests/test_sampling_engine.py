@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gear_offline.errors import GearError, InputError
-from gear_offline.kernels.draws import bounded, draws
+from gear_offline.kernels.draws import bound_draws, draws
 from gear_offline.kernels.gather import Padding
 from gear_offline.kernels.gather_gpu import GpuGather, StaticFill
 from gear_offline.loaders.feedback import DeviceFeedback
@@ -154,7 +154,7 @@ def test_feedback_without_the_host(kernels: Any, table: Table) -> None:
             np.testing.assert_array_max_ulp(feedback.importance().numpy(), expected, maxulp=1)
             losses = batches.batch["rewards"][:, 0, 0].abs() * 10
             feedback.update(batches.batch, losses)
-            with feedback.paused():
+            with feedback.pause_updates():
                 feedback.update(batches.batch, losses * 9)
             reference.update(np.stack([drawn.episodes, drawn.starts], 1), losses.numpy())
             batches.end()
@@ -267,7 +267,7 @@ def test_updates(kernels: Any, where: str, count: int, episodes: int) -> None:
             wrong[-1] = [episodes, 0] if turn else [0, -1]
             tree.update_from_host(names, bad)
             tree.update_from_host(wrong, losses)
-            with tree.paused():
+            with tree.pause_updates():
                 tree.update_from_host(names, losses)
                 tree.update_from_host(names, bad)  # and the next one is not refused for it
             tree.update_from_host(names, losses)
@@ -320,9 +320,9 @@ def test_every_slot_has_its_place_in_the_stream(
 @example([2**64 - 1, 0], 1)
 def test_bounded_is_the_high_half_of_the_product(draw: list[int], n: int) -> None:
     numbers = np.array(draw, dtype=np.uint64)
-    values = bounded(numbers, n)
+    values = bound_draws(numbers, n)
     assert values.dtype == np.int64 and values.tolist() == [r * n // 2**64 for r in draw]
     sizes = np.array([n, 7, 2**33, 2**62] * len(draw), dtype=np.int64)[: len(draw)]
-    assert bounded(numbers, sizes).tolist() == [
+    assert bound_draws(numbers, sizes).tolist() == [
         r * int(size) // 2**64 for r, size in zip(draw, sizes, strict=True)
     ]

@@ -43,7 +43,7 @@ from gear_offline.kernels.draws import (
     KeyedOrder,
     Segments,
     StepLocator,
-    bounded,
+    bound_draws,
     check_range,
     places,
     slot_draws,
@@ -341,7 +341,7 @@ class Prioritized(Sampler):
     def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
         first, _ = slot_draws(seed, first_step, steps, count)
         priorities, total = self._priorities, self._priorities.total
-        rows = priorities.find(bounded(first, total).view(np.uint64))
+        rows = priorities.find(bound_draws(first, total).view(np.uint64))
         episodes, starts = self.locate(rows)
         chance = priorities.masses_of(rows) / np.float64(total)
         return Segments(episodes=episodes, starts=starts, probability=chance)
@@ -468,7 +468,9 @@ def any_start(
     """Return segments of `episodes` from any of their starts; `weight` (E,) drew the episodes."""
     lengths = index.lengths[episodes]
     return Segments(
-        episodes=episodes, starts=bounded(numbers, lengths), probability=weight[episodes] / lengths
+        episodes=episodes,
+        starts=bound_draws(numbers, lengths),
+        probability=weight[episodes] / lengths,
     )
 
 

@@ -23,7 +23,7 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array, UInt64Array
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import InputError
-from gear_offline.kernels.draws import REMOVER_STREAM, Segments, bounded, slot_draws
+from gear_offline.kernels.draws import REMOVER_STREAM, Segments, bound_draws, slot_draws
 from gear_offline.sampling.draws import CumulativeWeights, HostFunction, Sampler
 from gear_offline.sampling.masses import HostPriorities
 
@@ -102,7 +102,7 @@ class CountedDraws:
         lengths = self._lengths[episodes]
         return Segments(
             episodes=episodes,
-            starts=bounded(second, lengths),
+            starts=bound_draws(second, lengths),
             probability=drawn[:, 1] / lengths,
             times_sampled=times,
             table_size=sizes,
@@ -115,7 +115,9 @@ class CountedDraws:
             if not self._masses.total:  # also where what is left has no weight
                 self._begin(self._step, np.where(self._kept, 0, self._times))
             total = self._masses.total
-            episodes = self._masses.find(bounded(numbers[len(drawn) :], total).astype(np.uint64))
+            episodes = self._masses.find(
+                bound_draws(numbers[len(drawn) :], total).astype(np.uint64)
+            )
             chances = self._masses.masses_of(episodes) / np.float64(total)
             for episode, chance in zip(episodes.tolist(), chances.tolist(), strict=True):
                 self._times[episode] += 1

@@ -26,7 +26,7 @@ from gear_offline.kernels.draws import (
     KeyedOrder,
     Segments,
     StepLocator,
-    bounded,
+    bound_draws,
     check_range,
     places,
     slot_draws,
@@ -199,7 +199,7 @@ def stratified_return(
     def sample(seed: int, first_step: int, steps: int, count: int) -> Segments:
         first, second = slot_draws(seed, first_step, steps, count)
         begin, _ = slot_draws(seed, first_step, steps, 1, stream=ROTATION_STREAM)
-        stratum = (bounded(begin, many) + np.arange(count, dtype=np.int64)) % many
+        stratum = (bound_draws(begin, many) + np.arange(count, dtype=np.int64)) % many
         episodes = np.empty(first.shape, dtype=np.int64)
         for number, (part, choice) in enumerate(zip(members, choices, strict=True)):
             slots = stratum == number
@@ -271,7 +271,7 @@ def min_dt(facts: Facts) -> Sampler:
         episodes = order(seed, first_epoch, np.broadcast_to(epochs, at.shape), at)
         return Segments(
             episodes=episodes,
-            starts=bounded(second, begins[episodes]),
+            starts=bound_draws(second, begins[episodes]),
             probability=1.0 / (np.float64(index.episodes) * begins[episodes]),
         )
 
@@ -296,7 +296,7 @@ def d3rlpy(facts: Facts) -> Sampler:
 
     def sample(seed: int, first_step: int, steps: int, count: int) -> Segments:
         first, _ = slot_draws(seed, first_step, steps, count)
-        member, end = locate(bounded(first, ends.steps))
+        member, end = locate(bound_draws(first, ends.steps))
         starts = np.maximum(end - span + 1, 0)
         return Segments(
             episodes=members[member],

@@ -175,7 +175,7 @@ class CapturedStep:
             divisor = float(part.batches.batch.attention_mask.numel())
             self._ranks = RankGradients(part.optimizer.working, world=world, divisor=divisor)
         buffers = [(buffer, buffer.clone()) for buffer in gradients.buffers]
-        with contextlib.nullcontext() if feedback is None else feedback.paused():
+        with contextlib.nullcontext() if feedback is None else feedback.pause_updates():
             warm_up(self._rehearse, part.batches.batch.device)
         for buffer, before in buffers:
             buffer.copy_(before)
