@@ -134,12 +134,9 @@ class CpuGather:
         shift = 0 if self.padding == "right" else real - span
         padded = self._find_padding(starts, real, 0)
         window_shape, long = (real.size, span), torch.int64
-        layouts = [((real.size, *rows), dtype) for rows, dtype in self._shapes]
-        outputs = carve(
-            self._arena,
-            [*layouts, (window_shape, long), (window_shape, long), ((real.size, 2), long)],
-        )
-        *buffers, timesteps, mask, names = outputs
+        layouts: list[Any] = [((real.size, *rows), dtype) for rows, dtype in self._shapes]
+        layouts += [(window_shape, long), (window_shape, long), ((real.size, 2), long)]
+        *buffers, timesteps, mask, names = carve(self._arena, layouts)
         for group, view, buffer in zip(self.groups, self._views, buffers, strict=True):
             history = group.history
             self._copy(group, view, low + shift - history if history else low + shift, buffer)

@@ -148,9 +148,7 @@ class Batch:
         ``tasks``, with goals ``goals``; the released class ignores both.
         """
         more = {"tasks": self.tasks, "goals": self.goals}
-        return self._fields() | {
-            name: tensor for name, tensor in more.items() if tensor is not None
-        }
+        return self._fields() | {name: value for name, value in more.items() if value is not None}
 
     def _fields(self) -> dict[str, Any]:
         fields = {name: getattr(self, name) for name in (*_FIELDS, *_NAMED[:2])}
@@ -195,10 +193,8 @@ def join_batches(batches: Sequence[Batch]) -> Batch:
     first = batches[0]
     mappings = [batch._fields() | {"segments": batch.segments} for batch in batches]
     fields: dict[str, Any] = dict.fromkeys(_FIELDS)
-    fields |= {
-        n: _each(lambda *t: torch.cat(t), *(mapping[n] for mapping in mappings))
-        for n in mappings[0]
-    }
+    for name in mappings[0]:
+        fields[name] = _each(lambda *t: torch.cat(t), *(mapping[name] for mapping in mappings))
     return Batch(
         **fields,
         padding=first.padding,

@@ -65,12 +65,9 @@ class GoalSampler:
             later = np.maximum(goals - now - 1, 0)
             chances = np.where(is_last, self._beyond[later], self._ahead.probability[later])
             future = (future > 0) * chances
-        inside_chance = (
-            shares[CURRENT] * (goals == now) + shares[FUTURE] * future + shares[FINAL] * is_last
-        )
-        chance = (episodes == segments.episodes) * inside_chance + shares[
-            RANDOM
-        ] / self._index.steps
+        within = shares[CURRENT] * (goals == now) + shares[FUTURE] * future
+        within += shares[FINAL] * is_last
+        chance = (episodes == segments.episodes) * within + shares[RANDOM] / self._index.steps
         return Segments(episodes=episodes, starts=goals, probability=chance)
 
 

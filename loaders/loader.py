@@ -256,10 +256,8 @@ class GearLoader(Closing, Iterator[Batch]):
     def of_recipe(cls, recipe: Recipe, *, dataset: TableData | None = None, **options: Any) -> Self:
         """Return the loader of a recipe that is loaded: nothing is admitted."""
         data = open_data(recipe) if dataset is None else dataset
-        defaults = loader_options(recipe, data) | {
-            "seed": recipe.seed,
-            "device": recipe.train.device,
-        }
+        defaults = loader_options(recipe, data)
+        defaults |= {"seed": recipe.seed, "device": recipe.train.device}
         if "selection" not in options:
             options["selection"] = recipe_sampler(recipe, data)
         return cls(data, **defaults | options)

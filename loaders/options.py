@@ -177,7 +177,7 @@ def recipe_sampler(
         sampler = sampler_for(
             selection.strategy, dataset, selection.options, context_length=span, kept=mask
         )
-        return items.counted(sampler, step)
+        return items.count_draws(sampler, step)
     task_parts = []
     for task in dataset.tasks:
         task_settings = (recipe.data.tasks or {})[task.name]

@@ -120,13 +120,8 @@ class Planner:
 
         `whole_windows`: it copies whole windows, also what is no row of the episode.
         """
-        self._stream, self._ring, self._rank, self._whole_windows = (
-            stream,
-            ring,
-            world.rank,
-            whole_windows,
-        )
-        self._first_row = first_row
+        self._stream, self._ring, self._rank = stream, ring, world.rank
+        self._first_row, self._whole_windows = first_row, whole_windows
         self._assigner = Assigner(world.nodes, stream.global_batch)
         self._own = self._assigner.places[world.rank]
         # Of each place the rank, and which of its segments.
@@ -165,17 +160,13 @@ class Planner:
         rows = (np.arange(len(step)) - np.repeat(ends - counts, counts)) * margin
         rows += first_rows[block]
         real, before = real_steps(far, share.lengths, span), np.minimum(far.starts, history)
-        if (
-            self._whole_windows
-        ):  # it lies as the gather copies it: what is copied besides is its own part
-            rows += locate_rows(
-                far.starts, real, span=span, history=history, padding=options.padding
-            )[0]
-        reads_here = np.flatnonzero(readers == self._rank)
+        if self._whole_windows:  # rows lie as the gather copies them: behind the window's padding
+            sides: Any = {"span": span, "history": history, "padding": options.padding}
+            rows += locate_rows(far.starts, real, **sides)[0]
+        local = np.flatnonzero(readers == self._rank)
         landing = np.full((len(homes), self._ring.rank_batch), -1)
-        landing[step[reads_here], self._turn[position[reads_here]]] = (rows + before)[
-            reads_here
-        ] + self._first_row
+        first_real = (rows + before)[local] + self._first_row
+        landing[step[local], self._turn[position[local]]] = first_real
         segments = every[slots[:, self._own]]
         reads = Reads(
             readers=readers,
@@ -201,11 +192,8 @@ class Planner:
         at, batch = np.flatnonzero(moves), homes.shape[1]
         step, position = np.divmod(at, batch)
         slot = slots.reshape(-1)[at]
-        home, readers, block = (
-            homes.reshape(-1)[slot],
-            self._reader[position],
-            step // self._ring.steps,
-        )
+        home, readers = homes.reshape(-1)[slot], self._reader[position]
+        block = step // self._ring.steps
         owners = self._members[home, slot % batch % self._counts[home]]
         order = np.lexsort((owners, readers, block))
         return tuple(each[order] for each in (step, position, slot, readers, owners, block))

@@ -75,7 +75,7 @@ def test_operations_in_any_order_do_what_they_do_in_reverb(case: dict[str, Any])
             continue
         data = facts([1] * len(priorities), priorities)
         sampler = make_sampler(name, data, kept=items.kept, **options)
-        drawn = items.counted(sampler, step).sample(0, step, 1, 1)
+        drawn = items.count_draws(sampler, step).sample(0, step, 1, 1)
         names = ("episodes", "probability", "table_size", "times_sampled")
         assert [getattr(drawn, name).item() for name in names] == done
         step += 1
@@ -131,7 +131,7 @@ def test_draws_are_counted_and_their_probabilities_exact() -> None:
     for seed in range(3000):
         items = table("fifo", None, seed, slots=3, max_times_sampled=most)
         sampler = make_sampler("uniform_steps", facts(lengths), kept=items.insert(data))  # type: ignore[arg-type]
-        counted = items.counted(sampler, 0)
+        counted = items.count_draws(sampler, 0)
         drawn = counted.sample(seed, 0, 1, 3)[0]
         left, chance = Counter(dict.fromkeys(range(3), most)), 1.0
         for at, episode in enumerate(drawn.episodes.tolist()):
@@ -165,13 +165,15 @@ def test_counts_begin_anew_when_what_is_left_has_no_weight() -> None:
     )
     sampler = make_sampler("weighted", data, column="w", unit="episodes")
     items.insert(Episodes([0.0] * 3))  # type: ignore[arg-type]
-    drawn = items.counted(sampler, 0).sample(0, 0, 3, 2)
+    drawn = items.count_draws(sampler, 0).sample(0, 0, 3, 2)
     assert (np.sort(drawn.episodes, axis=1) == [0, 2]).all()
 
 
 def test_what_draws_no_episodes_is_not_counted() -> None:
     with one_error("SELECTION", "prioritized draws no episodes by weight or in an order"):
-        table("fifo", None, max_times_sampled=1).counted(make_sampler("prioritized", facts([3])), 0)
+        table("fifo", None, max_times_sampled=1).count_draws(
+            make_sampler("prioritized", facts([3])), 0
+        )
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from gear_offline.sampling import (
     TaskPart,
     make_sampler,
     mix_tasks,
-    parse_options,
     registry,
+    resolve_options,
     strategy,
     strategy_names,
 )
@@ -312,7 +312,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("name", "options", "words"), BAD)
 def test_options_that_do_not_fit(name: str, options: dict[str, Any], words: str) -> None:
     with one_error("SELECTION", re.escape(words)):
-        parse_options(name, options)
+        resolve_options(name, options)
 
 
 def test_data_that_cannot_be_drawn_from() -> None:

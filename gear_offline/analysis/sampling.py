@@ -21,7 +21,7 @@ from gear_offline.config.strict_yaml import read_yaml
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Float64Array, Int64Array
 from gear_offline.errors import InputError, in_home
-from gear_offline.sampling import Sampler, parse_options, parse_strategy
+from gear_offline.sampling import Sampler, parse_strategy, resolve_options
 from gear_offline.tables.joint import TableData, data_name
 
 MOST_DRAWS = 1_000_000  # of a strategy
@@ -75,31 +75,33 @@ class Candidate:
     error: str | None = None
 
 
-def parse_candidates(asked: str | Sequence[Any] | None, recipe: Recipe) -> list[Candidate]:
+def parse_candidates(request: str | Sequence[Any] | None, recipe: Recipe) -> list[Candidate]:
     """Parse the strategies that `compare_strategies` is asked for; the recipe's own comes first."""
-    items = DEFAULT if asked is None else asked
+    items = DEFAULT if request is None else request
     if isinstance(items, str) and items.strip().endswith((".yaml", ".yml")):
         if not isinstance(items := read_yaml(Path(in_home(items.strip()))), list):
             remedy = "write a name or a mapping a line: - top_k:k=50"
-            raise _unusable(f"{asked} holds no list", remedy)
+            raise _usage_error(f"{request} holds no list", remedy)
     elif isinstance(items, str):
-        items = [part for part in items.split(",") if part.strip()]
+        items = [text for text in items.split(",") if text.strip()]
     elif callable(items) or isinstance(items, Mapping):
         items = [items]
     if not items:
-        raise _unusable("no strategy is named", "leave it out for the usual ones")
+        raise _usage_error("no strategy is named", "leave it out for the usual ones")
     strategies: dict[tuple[str, str], Candidate] = {}
-    own = recipe.selection.strategy, recipe.selection.options
-    for name, options in (own, *map(parse_strategy, items)):
+    recipe_strategy = recipe.selection.strategy, recipe.selection.options
+    for name, options in (recipe_strategy, *map(parse_strategy, items)):
         label = options.pop("label", None)
-        parse_options(name, options)
+        resolve_options(name, options)
         key = name, str(sorted(options.items()))
         if key not in strategies or label:  # the recipe's own one may be given a label, too
             label = str(label or _label(name, options))
             strategies[key] = Candidate(label=label, strategy=name, options=options)
     labels = [strategy.label for strategy in strategies.values()]
     if twice := [label for label in labels if labels.count(label) > 1]:
-        raise _unusable(f"two strategies are called {twice[0]!r}", "give each a label of its own")
+        raise _usage_error(
+            f"two strategies are called {twice[0]!r}", "give each a label of its own"
+        )
     return list(strategies.values())
 
 
@@ -109,7 +111,7 @@ def _label(name: str, options: Mapping[str, Any]) -> str:
     return " ".join([name, *short])
 
 
-def _unusable(what: str, remedy: str) -> InputError:
+def _usage_error(what: str, remedy: str) -> InputError:
     return InputError("USAGE", what, "--strategies", remedy)
 
 
@@ -144,37 +146,38 @@ def measure(
     """Draw the batches of steps 0 to `batches` of a recipe, and count."""
     index, returns = dataset.episodes, dataset.returns
     size, span = recipe.loader.batch_size, recipe.loader.context_length
-    drawn, at_once = [], max(1, DRAWS_AT_ONCE // size)
+    pieces, at_once = [], max(1, DRAWS_AT_ONCE // size)
     for first in range(0, batches, at_once):
         count = min(at_once, batches - first)
-        drawn.append(sampler.sample(recipe.seed, first, count, size))
+        pieces.append(sampler.sample(recipe.seed, first, count, size))
         advance(count)
-    chosen = np.concatenate([part.episodes for part in drawn])  # (batches, B), as starts and p
-    starts = np.concatenate([part.starts for part in drawn])
-    p = np.concatenate([part.probability for part in drawn])
-    rows, shown = index.offsets[chosen] + starts, np.minimum(index.lengths[chosen] - starts, span)
-    if cut := [part.lengths for part in drawn if part.lengths is not None]:
-        shown = np.minimum(shown, np.concatenate(cut))
+    episodes = np.concatenate([piece.episodes for piece in pieces])  # (batches, B), as starts and p
+    starts = np.concatenate([piece.starts for piece in pieces])
+    p = np.concatenate([piece.probability for piece in pieces])
+    rows = index.offsets[episodes] + starts
+    window_steps = np.minimum(index.lengths[episodes] - starts, span)
+    if cut := [piece.lengths for piece in pieces if piece.lengths is not None]:
+        window_steps = np.minimum(window_steps, np.concatenate(cut))
     draws, steps = rows.size, index.steps
     middle = np.partition(rows, (draws - 1) // 2, axis=None)[(draws - 1) // 2]
     _, drawn_at = np.unique(rows, return_index=True)  # where each start is drawn first
-    new = np.sort(drawn_at // size)
+    first_batches = np.sort(drawn_at // size)
     marks = sorted({max(1, batches * (i + 1) // POINTS) for i in range(POINTS)})
-    coverage = [(mark, int(np.searchsorted(new, mark)) / steps) for mark in marks]
-    per_episode = np.bincount(chosen.reshape(-1), minlength=index.episodes)
+    coverage = [(mark, int(np.searchsorted(first_batches, mark)) / steps) for mark in marks]
+    per_episode = np.bincount(episodes.reshape(-1), minlength=index.episodes)
     weights = 1.0 / p
     # The mean probability of what is drawn is the sum of squared probabilities; where every start
     # comes once an epoch, its probability is 1 and says nothing of it.
-    in_turn = (p == 1.0).all() and sampler.density(drawn[0]) is None
+    in_turn = (p == 1.0).all() and sampler.density(pieces[0]) is None
     effective = float(steps) if in_turn else min(1.0 / float(p.mean()), float(steps))
     return Draws(
         draws=draws,
         coverage_starts=coverage[-1][1],
-        coverage_steps=_covered(rows.reshape(-1), shown.reshape(-1)) / steps,
+        coverage_steps=_count_covered(rows.reshape(-1), window_steps.reshape(-1)) / steps,
         effective_segments=effective,
         effective_sample_share=float(weights.sum() ** 2 / (draws * (weights**2).sum())),
         duplicate_starts=int((np.diff(np.sort(rows, axis=1), axis=1) == 0).sum()) / draws,
-        padding=1.0 - int(shown.sum()) / (draws * span),
+        padding=1.0 - int(window_steps.sum()) / (draws * span),
         mean_return=float(np.average(returns, weights=per_episode)),
         returns=_histogram(returns, per_episode)[0],
         median_age=1.0 - (float(middle) + 0.5) / steps,
@@ -182,7 +185,7 @@ def measure(
     )
 
 
-def _covered(starts: Int64Array, lengths: Int64Array) -> int:
+def _count_covered(starts: Int64Array, lengths: Int64Array) -> int:
     """Count the steps that lie in at least one of the windows."""
     order = np.argsort(starts)
     first, last = starts[order], (starts + lengths)[order]

@@ -14,7 +14,7 @@ from gear_offline.dataset.scores import dataset_names, find_scores
 from gear_offline.errors import InputError, UnavailableError, check_environment_id
 from gear_offline.evaluation.environments import ENVIRONMENTS, maker_of, unregistered
 from gear_offline.runs.callbacks import CALLBACKS
-from gear_offline.sampling import parse_options
+from gear_offline.sampling import resolve_options
 
 _HOME = "gear_offline.runs.trackers"
 NAMED_TRACKERS = {
@@ -71,7 +71,7 @@ def check_trackers(names: Iterable[str]) -> None:
 def check_selection(recipe: Recipe, where: str) -> None:
     """Refuse a strategy that does not exist, and options that are not its own (``SELECTION``)."""
     try:
-        parse_options(recipe.selection.strategy, recipe.selection.options)
+        resolve_options(recipe.selection.strategy, recipe.selection.options)
     except InputError as error:
         what = f"selection: {error.what}"
         raise InputError(error.code, what, where=where, remedy=error.remedy) from error

@@ -1,4 +1,4 @@
-"""Samplers of a batch's segments: functions of (seed, step), and with `ahead` False of the past.
+"""Samplers of a batch's segments: functions of (seed, step), some also of losses or counts.
 
 `draws` has the four ways to draw, `strategies` the functions that choose among them, `registry`
 their names and options.  `mixture` mixes samplers and tasks, `items` keeps and removes episodes, as
@@ -17,7 +17,7 @@ from gear_offline.sampling.mixture import TaskPart as TaskPart
 from gear_offline.sampling.mixture import mix_tasks as mix_tasks
 from gear_offline.sampling.registry import find_strategy as find_strategy
 from gear_offline.sampling.registry import make_sampler as make_sampler
-from gear_offline.sampling.registry import parse_options as parse_options
 from gear_offline.sampling.registry import parse_strategy as parse_strategy
+from gear_offline.sampling.registry import resolve_options as resolve_options
 from gear_offline.sampling.registry import strategy as strategy
 from gear_offline.sampling.registry import strategy_names as strategy_names

@@ -104,13 +104,13 @@ class Facts:
 
     def of_kept(self) -> Facts:
         """Return the facts of the kept episodes alone."""
-        kept, column = self.kept, self.column
-        assert kept is not None, "the table has everything"
-        rows = np.repeat(kept, self.episodes.lengths)
+        mask, column = self.kept, self.column
+        assert mask is not None, "the table has everything"
+        rows = np.repeat(mask, self.episodes.lengths)
         return Facts(
-            episodes=EpisodeIndex(self.episodes.lengths[kept]),
-            returns=None if self.returns is None else self.returns[kept],
-            terminated=None if self.terminated is None else self.terminated[kept],
+            episodes=EpisodeIndex(self.episodes.lengths[mask]),
+            returns=None if self.returns is None else self.returns[mask],
+            terminated=None if self.terminated is None else self.terminated[mask],
             column=None if column is None else lambda name: column(name)[rows],
             context_length=self.context_length,
         )
@@ -132,7 +132,7 @@ class Sampler(ABC):
     episode_weight: Float64Array | None = None  # (E,) probability of each episode, where known
     # (E,) the order in which episodes are drawn that are removed once they were; None: by chance
     episode_order: Int64Array | None = None
-    alike = False  # slots and steps are alike and `density` is known: it can be mixed with others
+    alike = False  # slots and steps are alike, `density` is known: it can be mixed
     ahead = True  # steps may be drawn before they come
     loss_sampler: Prioritized | None = None  # what learns from losses, this one or a part of it
 
@@ -154,10 +154,10 @@ class Sampler(ABC):
         """Return the probability of each segment in one slot; None if slots are not alike."""
         return None
 
-    def called(self, other: Sampler) -> Self:
+    def copy_identity(self, sampler: Sampler) -> Self:
         """Take over the name, the options and the windows of another sampler."""
         for name in ("name", "options", "padding", "context_length", "cuts_windows"):
-            setattr(self, name, getattr(other, name))
+            setattr(self, name, getattr(sampler, name))
         return self
 
     @property
@@ -289,10 +289,10 @@ class Prioritized(Sampler):
 
     @cached_property
     def _on_host(self) -> HostPriorities:
-        own = HostPriorities(self.index.offsets, self.mass_of_code, first=self.first_mass)
+        priorities = HostPriorities(self.index.offsets, self.mass_of_code, first=self.first_mass)
         if self._kept is not None:
-            own.load_state(own.state()["masses"] * self._is_kept, 0)
-        return own
+            priorities.load_state(priorities.state()["masses"] * self._is_kept, 0)
+        return priorities
 
     @cached_property
     def _is_kept(self) -> BoolArray | bool:
@@ -418,27 +418,27 @@ class Prioritized(Sampler):
 class _Spread:
     """A sampler of the `members` (n,) of a larger table."""
 
-    own: Sampler
+    sampler: Sampler
     members: Int64Array
     index: EpisodeIndex
 
     def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
-        drawn = self.own.sample(seed, first_step, steps, count)
-        return replace(drawn, episodes=self.members[drawn.episodes])
+        segments = self.sampler.sample(seed, first_step, steps, count)
+        return replace(segments, episodes=self.members[segments.episodes])
 
     def density(self, segments: Segments) -> Float64Array:
         number = np.full(self.index.episodes, -1)
         number[self.members] = np.arange(self.members.size)
         inside = number[segments.episodes] >= 0
-        named = replace(
+        own_segments = replace(
             segments,
             episodes=np.where(inside, number[segments.episodes], 0),
             starts=np.where(inside, segments.starts, 0),
         )
-        return np.where(inside, self.own.density(named), 0.0)  # type: ignore[arg-type]
+        return np.where(inside, self.sampler.density(own_segments), 0.0)  # type: ignore[arg-type]
 
 
-def spread(sampler: Sampler, members: Int64Array, index: EpisodeIndex) -> Sampler:
+def widen_sampler(sampler: Sampler, members: Int64Array, index: EpisodeIndex) -> Sampler:
     """Return a sampler of a larger table that draws its rising `members` as `sampler` does."""
 
     def widen(values: Float64Array) -> Float64Array:
@@ -450,16 +450,16 @@ def spread(sampler: Sampler, members: Int64Array, index: EpisodeIndex) -> Sample
     if isinstance(sampler, CumulativeWeights):
         larger: Sampler = CumulativeWeights(index, widen(sampler.weights), order=order)
     else:
-        whole, weight = _Spread(sampler, members, index), sampler.episode_weight
+        wide_sampler, weight = _Spread(sampler, members, index), sampler.episode_weight
         larger = HostFunction(
             index,
-            whole.sample,
-            density=whole.density if sampler.alike else None,
+            wide_sampler.sample,
+            density=wide_sampler.density if sampler.alike else None,
             episode_weight=None if weight is None else widen(weight),
             episode_order=order,
             ahead=sampler.ahead,
         )
-    return larger.called(sampler)
+    return larger.copy_identity(sampler)
 
 
 def any_start(

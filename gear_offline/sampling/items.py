@@ -44,14 +44,14 @@ class CountedDraws:
     def __init__(
         self,
         sampler: Sampler,
-        kept: BoolArray,
+        in_table: BoolArray,
         times: Int64Array,
         *,
         most: int,
         step: int,
         stream: tuple[int, int],
     ) -> None:
-        order, weights = sampler.episode_order, np.zeros(len(kept))
+        order, weights = sampler.episode_order, np.zeros(len(in_table))
         if order is None and not isinstance(sampler, CumulativeWeights):
             what = f"{sampler.name} draws no episodes by weight or in an order"
             remedy = "use uniform_episodes, uniform_steps, weighted, fifo, lifo or heap"
@@ -60,14 +60,15 @@ class CountedDraws:
             weights = sampler.episode_weight
         masses = np.floor(weights * 2.0**62).astype(np.int64)
         self._all_masses, self._whole_order = np.maximum(masses, weights > 0), order
-        self._masses = HostPriorities(np.arange(len(kept) + 1), np.zeros(0, np.uint64), first=0)
-        self._kept, self._most, self._stream, self._first = kept, most, stream, (step, times)
+        self._masses = HostPriorities(np.arange(len(in_table) + 1), np.zeros(0, np.uint64), first=0)
+        self._in_table, self._most, self._stream = in_table, most, stream
+        self._first = step, times
         self._lengths = sampler.index.lengths
         self._begin(step, times)
 
     def _begin(self, step: int, times: Int64Array) -> None:
         """Go to `step`, before which each episode was drawn as often as `times` says."""
-        drawable, order = self._kept & (times < self._most), self._whole_order
+        drawable, order = self._in_table & (times < self._most), self._whole_order
         self._step, self._times, self._size = step, times.copy(), int(drawable.sum())
         self._order = iter(() if order is None else order[drawable[order]].tolist())
         self._masses.load_state(self._all_masses * drawable, 0)
@@ -96,38 +97,37 @@ class CountedDraws:
         first, second = slot_draws(seed, first_step, steps, count)
         assert (seed, count) == self._stream, "draws are counted for one run's seed and batches"
         self.times_at(first_step)
-        drawn = np.array([self._draw(numbers) for numbers in first]).reshape(steps, 4, count)
+        draws = np.array([self._draw(numbers) for numbers in first]).reshape(steps, 4, count)
         self._step += steps
-        episodes, times, sizes = drawn[:, (0, 2, 3)].astype(np.int64).swapaxes(0, 1)
+        episodes, times, sizes = draws[:, (0, 2, 3)].astype(np.int64).swapaxes(0, 1)
         lengths = self._lengths[episodes]
         return Segments(
             episodes=episodes,
             starts=bound_draws(second, lengths),
-            probability=drawn[:, 1] / lengths,
+            probability=draws[:, 1] / lengths,
             times_sampled=times,
             table_size=sizes,
         )
 
     def _draw(self, numbers: UInt64Array) -> Float64Array:
         """Count a step's draws; return (4, B): episodes, probabilities, times, table sizes."""
-        drawn = list[tuple[int, float, int, int]]()
-        while len(drawn) < len(numbers):
+        draws = list[tuple[int, float, int, int]]()
+        while len(draws) < len(numbers):
             if not self._masses.total:  # also where what is left has no weight
-                self._begin(self._step, np.where(self._kept, 0, self._times))
+                self._begin(self._step, np.where(self._in_table, 0, self._times))
             total = self._masses.total
-            episodes = self._masses.find(
-                bound_draws(numbers[len(drawn) :], total).astype(np.uint64)
-            )
+            values = bound_draws(numbers[len(draws) :], total)
+            episodes = self._masses.find(values.astype(np.uint64))
             chances = self._masses.masses_of(episodes) / np.float64(total)
             for episode, chance in zip(episodes.tolist(), chances.tolist(), strict=True):
                 self._times[episode] += 1
-                drawn.append((episode, chance, int(self._times[episode]), self._size))
+                draws.append((episode, chance, int(self._times[episode]), self._size))
                 if self._times[episode] == self._most:  # others' probabilities change
                     self._size -= 1
                     self._masses.set(np.array([episode]), np.zeros(1, np.uint64))
                     self._let_next_come()
                     break
-        return np.array(drawn, np.float64).T
+        return np.array(draws, np.float64).T
 
 
 class Items:
@@ -190,11 +190,11 @@ class Items:
         self._inserted += len(keys)
         if most is None:
             return
-        old = np.flatnonzero(self.kept[:first])
-        size = len(old)
+        candidates = np.flatnonzero(self.kept[:first])
+        size = len(candidates)
         # No more old ones go than new ones come, hence those of the smallest keys.
-        old = old[np.argsort(self._keys[old], kind="stable")[: len(keys)]]
-        heap = [(float(self._keys[n]), n) for n in old.tolist()]  # sorted, hence a heap
+        candidates = candidates[np.argsort(self._keys[candidates], kind="stable")[: len(keys)]]
+        heap = [(float(self._keys[n]), n) for n in candidates.tolist()]  # sorted, hence a heap
         for number in range(first, len(self.kept)):
             self._keys[number] += self._clock
             heapq.heappush(heap, (float(self._keys[number]), number))
@@ -206,7 +206,7 @@ class Items:
                 if self._data.remover in BY_CHANCE and key < math.inf:
                     self._clock = key
 
-    def counted(self, sampler: Sampler, step: int) -> Sampler:
+    def count_draws(self, sampler: Sampler, step: int) -> Sampler:
         """Return the sampler from `step` on; it draws no episode more often than allowed."""
         most, stream = self._data.max_times_sampled, (self._seed, self._slots)
         if most is None:
@@ -214,7 +214,7 @@ class Items:
         self._counted = draws = CountedDraws(
             sampler, self.kept, self.times, most=most, step=step, stream=stream
         )
-        return HostFunction(sampler.index, draws.sample, ahead=False).called(sampler)
+        return HostFunction(sampler.index, draws.sample, ahead=False).copy_identity(sampler)
 
     def advance(self, step: int, *, coming: int = 0) -> None:
         """Remove items drawn often enough before `step`; so many steps are to come."""
@@ -236,9 +236,9 @@ class Items:
         return int(self._drawable.sum()) + more <= self._min_size or error <= self._most
 
     def may_admit(self, episodes: int, behind: int) -> bool:
-        """Return true if so many episodes may come `behind` others that are admitted already.
+        """Return true if so many episodes fit `behind` those that are admitted already.
 
-        They may beyond the limit, too, where the run would wait for ever without them.
+        Beyond the limit they fit, too, where the run would wait for ever without them.
         """
         if not self._min_size or self.may_insert(episodes, behind):
             return True

@@ -70,8 +70,8 @@ def integer_masses(weights: npt.ArrayLike, where: str = "") -> UInt64Array:
     total = _sum_exactly(scaled.astype(np.uint64))
     masses = np.ones(positive.size, dtype=np.uint64)
     for _ in range(2):  # nearly all, then what rounding left
-        rest = WHOLE - _sum_exactly(masses)
-        masses += np.floor(scaled * (rest / total * SHORTFALL)).astype(np.uint64)
+        remainder = WHOLE - _sum_exactly(masses)
+        masses += np.floor(scaled * (remainder / total * SHORTFALL)).astype(np.uint64)
     each, more = divmod(WHOLE - _sum_exactly(masses), positive.size)
     masses += np.uint64(each)
     masses[:more] += np.uint64(1)
@@ -101,9 +101,9 @@ class HostPriorities:
     def load_state(self, masses: Int64Array, updates: int) -> None:
         """Take over (N,) masses and the number of updates."""
         self.updates = updates
-        self._levels = [_padded(masses.view(np.uint64))]
+        self._levels = [_pad_masses(masses.view(np.uint64))]
         while self._levels[-1].size > TOP:
-            self._levels.append(_padded(self._levels[-1].reshape(-1, FAN).sum(axis=1)))
+            self._levels.append(_pad_masses(self._levels[-1].reshape(-1, FAN).sum(axis=1)))
         self._ends: UInt64Array | None = None  # cumulative sums of the last level, when needed
 
     def state(self) -> dict[str, npt.NDArray[Any]]:
@@ -151,19 +151,19 @@ class HostPriorities:
         flat = numbers.reshape(-1)
         items = np.empty(flat.size, dtype=np.int64)
         for begin in range(0, flat.size, AT_ONCE):
-            rest = flat[begin : begin + AT_ONCE]
-            at = np.searchsorted(self._ends, rest, side="right")
-            rest = rest - (self._ends[at] - self._levels[-1][at])
+            remainders = flat[begin : begin + AT_ONCE]
+            at = np.searchsorted(self._ends, remainders, side="right")
+            remainders = remainders - (self._ends[at] - self._levels[-1][at])
             for level in reversed(self._levels[:-1]):
                 masses = np.take(level.reshape(-1, FAN), at, axis=0)
-                passed = rest[:, None] >= np.cumsum(masses, axis=1)
-                rest -= (masses * passed).sum(axis=1)
+                passed = remainders[:, None] >= np.cumsum(masses, axis=1)
+                remainders -= (masses * passed).sum(axis=1)
                 at = at * FAN + passed.sum(axis=1)
             items[begin : begin + AT_ONCE] = at
         return items.reshape(numbers.shape)
 
 
-def _padded(masses: UInt64Array) -> UInt64Array:
+def _pad_masses(masses: UInt64Array) -> UInt64Array:
     """Return the masses with zeros up to a multiple of `FAN`."""
     return np.append(masses, np.zeros(-masses.size % FAN, dtype=np.uint64))
 

@@ -21,9 +21,15 @@ from gear_offline.config.sections import Count
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 from gear_offline.kernels.draws import PART_STREAM, Segments, slot_draws
-from gear_offline.sampling.draws import CumulativeWeights, Facts, HostFunction, Sampler, spread
+from gear_offline.sampling.draws import (
+    CumulativeWeights,
+    Facts,
+    HostFunction,
+    Sampler,
+    widen_sampler,
+)
 from gear_offline.sampling.masses import WHOLE, integer_masses
-from gear_offline.sampling.registry import build_sampler, find_strategy, parse_options, strategy
+from gear_offline.sampling.registry import build_sampler, find_strategy, resolve_options, strategy
 
 MAX_PARTS = 64
 
@@ -68,25 +74,25 @@ def _cumulative(weights: Sequence[float]) -> list[int]:
 
 def check_parts(options: dict[str, Any]) -> None:
     """Refuse parts that cannot be mixed, and weights and a schedule that do not fit them."""
-    parts, points = options["parts"], options["schedule"]
-    for part in parts:
-        if not find_strategy(name := part.get("strategy")).alike:
+    entries, points = options["parts"], options["schedule"]
+    for entry in entries:
+        if not find_strategy(name := entry.get("strategy")).alike:
             raise ValueError(f"{name} cannot be a part: it does not treat slots and steps alike")
-        parse_options(name, _options_of(part))
-        if ("weight" in part) != (points is None):
+        resolve_options(name, _options_of(entry))
+        if ("weight" in entry) != (points is None):
             raise ValueError("give each part a weight, or none where there is a schedule")
     if points is None:
-        Point(step=0, weights=[part["weight"] for part in parts])
+        Point(step=0, weights=[entry["weight"] for entry in entries])
         return
     steps = [point["step"] for point in points]
     if steps != sorted(set(steps)):
         raise ValueError(f"the steps of schedule must rise, got {steps}")
-    if any(len(point["weights"]) != len(parts) for point in points):
-        raise ValueError(f"weights of schedule must be lists of {len(parts)} numbers")
+    if any(len(point["weights"]) != len(entries) for point in points):
+        raise ValueError(f"weights of schedule must be lists of {len(entries)} numbers")
 
 
-def _options_of(part: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in part.items() if key not in ("strategy", "weight")}
+def _options_of(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if key not in ("strategy", "weight")}
 
 
 @strategy("mixture", check=check_parts, alike=False, knows_kept=True)
@@ -96,40 +102,40 @@ def mixture(
     schedule: Annotated[list[Point], Field(min_length=1)] | None = None,
 ) -> Sampler:
     """A mixture of strategies with their options, each with a weight unless there is a schedule."""
-    samplers = [build_sampler(part["strategy"], facts, _options_of(part)) for part in parts]
+    samplers = [build_sampler(entry["strategy"], facts, _options_of(entry)) for entry in parts]
     if schedule is None:
-        return mix(samplers, PartWeights([0], [[part["weight"] for part in parts]]))
+        return mix(samplers, PartWeights([0], [[entry["weight"] for entry in parts]]))
     points: Any = schedule  # as `model_dump` gives them
     return mix(samplers, PartWeights([p["step"] for p in points], [p["weights"] for p in points]))
 
 
-def mix(parts: Sequence[Sampler], schedule: PartWeights) -> Sampler:
+def mix(samplers: Sequence[Sampler], schedule: PartWeights) -> Sampler:
     """Return a sampler each slot of which draws a part by weight, then takes that part's segment.
 
     The probability of a segment is the weighted mean of what all parts say of it.
     """
-    sides = {part.name: part.padding for part in parts if part.padding is not None}
+    sides = {sampler.name: sampler.padding for sampler in samplers if sampler.padding is not None}
     if len(set(sides.values())) > 1:
-        named = ", ".join(f"{name} {side}" for name, side in sides.items())
-        what, remedy = f"the parts pad on different sides: {named}", "mix those of one side"
+        side_text = ", ".join(f"{name} {side}" for name, side in sides.items())
+        what, remedy = f"the parts pad on different sides: {side_text}", "mix those of one side"
         raise InputError("SELECTION", what, remedy=remedy)
-    if wrong := [part.name for part in parts if not part.alike]:
+    if wrong := [sampler.name for sampler in samplers if not sampler.alike]:
         what = f"{wrong[0]} cannot be a part: the density of its draws is not known"
         raise InputError("SELECTION", what)
-    learning = [part.loss_sampler for part in parts if part.loss_sampler is not None]
+    learning = [sampler.loss_sampler for sampler in samplers if sampler.loss_sampler is not None]
     if len(learning) > 1:
         raise InputError("SELECTION", "a mixture has one prioritized part at most")
-    index, by_weight = parts[0].index, [p for p in parts if isinstance(p, CumulativeWeights)]
-    if len(schedule.steps) == 1 and len(by_weight) == len(parts):
+    index, by_weight = samplers[0].index, [p for p in samplers if isinstance(p, CumulativeWeights)]
+    if len(schedule.steps) == 1 and len(by_weight) == len(samplers):
         weights, shares = np.zeros(index.episodes), np.array(schedule.weights[0], float)
-        for part, share in zip(by_weight, shares / shares.sum(), strict=True):
-            weights += share * part.episode_weight
+        for sampler, share in zip(by_weight, shares / shares.sum(), strict=True):
+            weights += share * sampler.episode_weight
         mixed: Sampler = CumulativeWeights(index, weights)
     else:
-        mixed = HostFunction(index, _Mixed(tuple(parts), schedule).sample, ahead=not learning)
+        mixed = HostFunction(index, _Mixed(tuple(samplers), schedule).sample, ahead=not learning)
         mixed.loss_sampler = learning[0] if learning else None
     mixed.padding = next(iter(sides.values()), None)
-    mixed.context_length = next((p.context_length for p in parts if p.context_length), None)
+    mixed.context_length = next((p.context_length for p in samplers if p.context_length), None)
     return mixed
 
 
@@ -137,7 +143,7 @@ def mix(parts: Sequence[Sampler], schedule: PartWeights) -> Sampler:
 class _Mixed:
     """A mixture that the host draws."""
 
-    parts: tuple[Sampler, ...]
+    samplers: tuple[Sampler, ...]
     schedule: PartWeights
 
     def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
@@ -145,23 +151,24 @@ class _Mixed:
         rows = [self.schedule.cumulative(int(first_step) + row) for row in range(steps)]
         bounds = [np.array([b for b in row[:-1] if b < WHOLE], np.uint64) for row in rows]
         choice = np.stack([b.searchsorted(f, "right") for b, f in zip(bounds, first, strict=True)])
-        drawn = Segments(
+        segments = Segments(
             episodes=np.empty((steps, count), np.int64),
             starts=np.empty((steps, count), np.int64),
             probability=np.zeros((steps, count)),
         )
-        for number, part in enumerate(self.parts):
+        for number, sampler in enumerate(self.samplers):
             slots = choice == number
             if slots.any():
-                own = part.sample(seed, first_step, steps, count)
-                drawn.episodes[slots], drawn.starts[slots] = own.episodes[slots], own.starts[slots]
+                draws = sampler.sample(seed, first_step, steps, count)
+                segments.episodes[slots] = draws.episodes[slots]
+                segments.starts[slots] = draws.starts[slots]
         shares = np.array([np.diff([0, *row]).astype(object) / WHOLE for row in rows], np.float64)
-        for number, part in enumerate(self.parts):
+        for number, sampler in enumerate(self.samplers):
             if shares[:, number].any():
-                density = part.density(drawn)
+                density = sampler.density(segments)
                 assert density is not None
-                drawn.probability[:] += shares[:, number, None] * density
-        return drawn
+                segments.probability[:] += shares[:, number, None] * density
+        return segments
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -188,18 +195,21 @@ def mix_tasks(tasks: Sequence[TaskPart], schedule: PartWeights | None = None) ->
             remedy = "use one that treats slots and steps alike, such as uniform_steps"
             raise InputError("SELECTION", what, f"data.tasks.{task.name}.selection", remedy)
     samplers = [task.sampler for task in tasks]
-    index = EpisodeIndex(np.concatenate([own.index.lengths for own in samplers]))
-    firsts = np.cumsum([0, *(own.index.episodes for own in samplers)])
+    index = EpisodeIndex(np.concatenate([sampler.index.lengths for sampler in samplers]))
+    firsts = np.cumsum([0, *(sampler.index.episodes for sampler in samplers)])
     joint = [
-        spread(own, np.arange(first, end), index)
-        for own, (first, end) in zip(samplers, pairwise(firsts), strict=True)
+        widen_sampler(sampler, np.arange(first, end), index)
+        for sampler, (first, end) in zip(samplers, pairwise(firsts), strict=True)
     ]
     mixed = mix(joint, schedule or PartWeights([0], [[task.weight for task in tasks]]))
-    parts = [
-        {"task": task.name, "strategy": own.name, "options": own.options}
+    descriptions = [
+        {"task": task.name, "strategy": sampler.name, "options": sampler.options}
         | ({"weight": task.weight} if schedule is None else {})
-        for task, own in zip(tasks, samplers, strict=True)
+        for task, sampler in zip(tasks, samplers, strict=True)
     ]
     mixed.name = "tasks"
-    mixed.options = {"parts": parts, "schedule": None if schedule is None else asdict(schedule)}
+    mixed.options = {
+        "parts": descriptions,
+        "schedule": None if schedule is None else asdict(schedule),
+    }
     return mixed

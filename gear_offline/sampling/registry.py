@@ -32,7 +32,7 @@ from gear_offline.sampling.draws import (
     EpisodeData,
     Facts,
     Sampler,
-    spread,
+    widen_sampler,
 )
 
 Drawn = npt.ArrayLike | Sampler  # (E,) weights of the episodes, or any sampler
@@ -114,25 +114,26 @@ def strategy_names() -> tuple[str, ...]:
 
 
 def find_strategy(name: object) -> Strategy:
-    part, whole = find_part(STRATEGIES, part_name(name)), str(part_name(name))
-    if isinstance(part, Strategy):
-        return part
-    if not callable(part):
+    function, full_name = find_part(STRATEGIES, part_name(name)), str(part_name(name))
+    if isinstance(function, Strategy):
+        return function
+    if not callable(function):
         remedy = "write a function of facts and options: docs/reference/strategies.md"
         raise InputError("SELECTION", f"{name} is no function", "selection.strategy", remedy)
-    for known in _STRATEGIES.values():  # it may be registered, with facts of its own
-        if known.draw is part:
-            return replace(known, name=whole)
-    with calling_part(STRATEGIES, "its signature", whole):
-        return Strategy(name=whole, draw=part, options=_options(part.__name__, part))
+    for registered in _STRATEGIES.values():  # it may be registered, with facts of its own
+        if registered.draw is function:
+            return replace(registered, name=full_name)
+    with calling_part(STRATEGIES, "its signature", full_name):
+        options = _options(function.__name__, function)
+        return Strategy(name=full_name, draw=function, options=options)
 
 
-def parse_options(name: object, options: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_options(name: object, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return all options of a strategy, checked; needs no data."""
-    known = find_strategy(name)
+    spec = find_strategy(name)
     try:
-        checked = known.options.model_validate(plain(dict(options))).model_dump()
-        known.check(checked)
+        checked = spec.options.model_validate(plain(dict(options))).model_dump()
+        spec.check(checked)
         return checked
     except ValueError as error:
         what = error.what if isinstance(error, InputError) else str(error)
@@ -140,7 +141,7 @@ def parse_options(name: object, options: Mapping[str, Any]) -> dict[str, Any]:
             what = "; ".join(problem_text(problem) for problem in error.errors())
         names = [
             option + " (required)" * field.is_required()
-            for option, field in known.options.model_fields.items()
+            for option, field in spec.options.model_fields.items()
         ]
         what = f"options {sorted(options)} do not fit strategy {name!r}: {what}"
         remedy = f"it takes {', '.join(names) or 'no options'}; see docs/reference/strategies.md"
@@ -248,33 +249,33 @@ def sampler_for(
 
 def build_sampler(name: object, facts: Facts, options: Mapping[str, Any]) -> Sampler:
     """Return a sampler of the episodes that are kept."""
-    known, checked = find_strategy(name), parse_options(name, options)
-    kept = None if known.knows_kept else facts.kept
-    own = facts if kept is None else facts.of_kept()
-    if known.draw.__module__.startswith("gear_offline."):
-        drawn = known.draw(own, **checked)
+    spec, checked = find_strategy(name), resolve_options(name, options)
+    mask = None if spec.knows_kept else facts.kept
+    subset = facts if mask is None else facts.of_kept()
+    if spec.draw.__module__.startswith("gear_offline."):
+        result = spec.draw(subset, **checked)
     else:
-        with calling_part(STRATEGIES, "drawing", known.name):
-            drawn, again = (known.draw(own, **checked) for _ in range(2))
-            if isinstance(drawn, Sampler):
-                check_repeats(drawn, known.name)
+        with calling_part(STRATEGIES, "drawing", spec.name):
+            result, again = (spec.draw(subset, **checked) for _ in range(2))
+            if isinstance(result, Sampler):
+                check_repeats(result, spec.name)
             else:
-                drawn, again = (np.asarray(weights, np.float64) for weights in (drawn, again))
-                if not np.array_equal(drawn, again, equal_nan=True):
+                result, again = (np.asarray(weights, np.float64) for weights in (result, again))
+                if not np.array_equal(result, again, equal_nan=True):
                     what, remedy = (
                         "it gives other weights each time",
                         "use np.random.default_rng(0)",
                     )
-                    raise InputError("SELECTION", what, known.name, remedy)
+                    raise InputError("SELECTION", what, spec.name, remedy)
     sampler = (
-        drawn
-        if isinstance(drawn, Sampler)
-        else CumulativeWeights(own.episodes, drawn, where=known.name)
+        result
+        if isinstance(result, Sampler)
+        else CumulativeWeights(subset.episodes, result, where=spec.name)
     )
-    if kept is not None:
-        sampler = spread(sampler, np.flatnonzero(kept), facts.episodes)
-    sampler.name, sampler.options = known.name, checked
-    sampler.padding = sampler.padding or known.padding
+    if mask is not None:
+        sampler = widen_sampler(sampler, np.flatnonzero(mask), facts.episodes)
+    sampler.name, sampler.options = spec.name, checked
+    sampler.padding = sampler.padding or spec.padding
     return sampler
 
 
@@ -282,15 +283,15 @@ def check_repeats(sampler: Sampler, where: str = "") -> None:
     """Refuse a sampler of one's own whose draws are no function of (seed, step)."""
     with calling_part(STRATEGIES, "drawing", where):
         draws = [sampler.sample(0, first, 2 - first, 2) for first in (0, 0, 1)]
-        both, again, second = [np.stack([each.episodes, each.starts]) for each in draws]
-    lengths, (episodes, starts) = sampler.index.lengths, both
-    is_inside = both.shape == (2, 2, 2) and both.min() >= 0 and episodes.max() < len(lengths)
+        pair, again, second = [np.stack([each.episodes, each.starts]) for each in draws]
+    lengths, (episodes, starts) = sampler.index.lengths, pair
+    is_inside = pair.shape == (2, 2, 2) and pair.min() >= 0 and episodes.max() < len(lengths)
     problems = {
         "draws are no starts inside their episodes, (steps, count)": is_inside
         and bool((starts < lengths[episodes]).all()),
-        "it draws other segments each time": np.array_equal(both, again),
+        "it draws other segments each time": np.array_equal(pair, again),
         "draws of a step depend on how many steps are drawn at once": np.array_equal(
-            both[:, -1], second[:, -1]
+            pair[:, -1], second[:, -1]
         ),
     }
     for what, holds in problems.items():

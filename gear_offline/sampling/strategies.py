@@ -115,11 +115,11 @@ def top_percent(
     """
     index, order = facts.episodes, best_first(finite_returns(facts))
     share = Fraction(str(percent)) / 100  # exactly the decimal that was written
-    kept = math.floor(share * index.episodes)
+    count = math.floor(share * index.episodes)
     if of == "steps":
         most = math.floor(share * index.steps)
-        kept = int(np.count_nonzero(np.cumsum(index.lengths[order]) <= most))
-    return by_unit(facts, among(index, order[: max(kept, 1)]), unit)
+        count = int(np.count_nonzero(np.cumsum(index.lengths[order]) <= most))
+    return by_unit(facts, among(index, order[: max(count, 1)]), unit)
 
 
 @strategy("top_k")
@@ -158,7 +158,7 @@ def heap(
 
 
 @strategy("weighted")
-def weighted(facts: Facts, column: Text, unit: Unit = "steps") -> Sampler:
+def column_weighted(facts: Facts, column: Text, unit: Unit = "steps") -> Sampler:
     """Starts in proportion to a column; or episodes, to its value at their first step."""
     values, index, where = column_of(facts, column), facts.episodes, f"column {column}"
     first = index.offsets[:-1]
@@ -192,18 +192,18 @@ def stratified_return(
     edges = [number * index.episodes // many for number in range(many + 1)]
     weights, weight = by_unit(facts, np.ones(index.episodes), unit), np.empty(index.episodes)
     members = [np.sort(order[a:b]) for a, b in pairwise(edges)]
-    choices = [WeightedChoice(weights[part]) for part in members]
-    for part, choice in zip(members, choices, strict=True):
-        weight[part] = choice.probability / many
+    choices = [WeightedChoice(weights[group]) for group in members]
+    for group, choice in zip(members, choices, strict=True):
+        weight[group] = choice.probability / many
 
     def sample(seed: int, first_step: int, steps: int, count: int) -> Segments:
         first, second = slot_draws(seed, first_step, steps, count)
         begin, _ = slot_draws(seed, first_step, steps, 1, stream=ROTATION_STREAM)
         stratum = (bound_draws(begin, many) + np.arange(count, dtype=np.int64)) % many
         episodes = np.empty(first.shape, dtype=np.int64)
-        for number, (part, choice) in enumerate(zip(members, choices, strict=True)):
+        for number, (group, choice) in enumerate(zip(members, choices, strict=True)):
             slots = stratum == number
-            episodes[slots] = part[choice.search.find(first[slots])]
+            episodes[slots] = group[choice.search.find(first[slots])]
         return any_start(index, episodes, second, weight)
 
     def density(segments: Segments) -> Float64Array:
