@@ -229,7 +229,8 @@ class RowOpener:
             )
         window = window_bytes(gather.table.groups, options.context_length)
         sizes, limits = gather.sizes, CPU_LIMITS
-        segments, nbytes = min(sizes.taken, limits.segments), min(sizes.output_bytes, limits.nbytes)
+        segments = min(sizes.handout, limits.segments)
+        nbytes = min(sizes.output_bytes, limits.nbytes)
         steps = self._block_steps(window, limits._replace(segments=segments, nbytes=nbytes))
         return DiskRows(gather.table, LocalSegments(self.stream), steps, gather, self.device)
 

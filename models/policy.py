@@ -113,14 +113,15 @@ class Policy:
         self.device = torch.device(device)
         self.context_length, self.returns_scale = context_length, window.returns_scale
         self.facts = facts or PolicyFacts()
-        known, names = model.facts, [c.name for c in window.columns]
-        inputs = known.columns
+        model_facts, names = model.facts, [c.name for c in window.columns]
+        inputs = model_facts.columns
         if len(inputs) > 1 and [column.name for column in inputs] != names:
             what = f"the model's observations are {', '.join(c.name for c in inputs)}"
             raise InputError("MODEL", f"{what}, the window's {', '.join(names)}")
         self.columns = dict(zip(names, inputs, strict=True))
-        self.max_timestep, self.state_dim = known.max_timestep, known.state_dim
-        self.action_dim, self.discrete, self.goals = known.action_dim, known.discrete, known.goals
+        self.max_timestep, self.state_dim = model_facts.max_timestep, model_facts.state_dim
+        self.action_dim, self.discrete = model_facts.action_dim, model_facts.discrete
+        self.goals = model_facts.goals
         self.stochastic = model.stochastic
         for scales, column in zip(window.columns, inputs, strict=True):
             if scales.state_mean is not None and len(scales.state_mean) != column.size:
@@ -131,8 +132,8 @@ class Policy:
         self._waiting: BoolArray = np.zeros(0, np.bool_)  # for a reward
         self._done: Float64Array = np.zeros((0, 1 if self.discrete else self.action_dim))
         # (E + 1, K, width) state, what was done, what is asked, timestep; the last row is nobody's
-        asked = self.state_dim if self.goals else 1
-        self._widths = [model.state_width, self._done.shape[1], asked, 1]
+        target_width = self.state_dim if self.goals else 1
+        self._widths = [model.state_width, self._done.shape[1], target_width, 1]
         self._memory = torch.zeros((1, context_length, sum(self._widths)), device=self.device)
         self._frames = {  # (E + 1, stack, *frame), the newest one last
             name: torch.zeros((1, *c.state_shape), dtype=_type(c), device=self.device)
@@ -143,12 +144,12 @@ class Policy:
         self.captures = True  # `capture` does something on a GPU
 
     def __repr__(self) -> str:
-        seen = " and ".join(column.text for column in self.columns.values())
+        inputs = " and ".join(column.text for column in self.columns.values())
         acts = count_text(self.action_dim, "discrete action" if self.discrete else "action value")
         weights = sum(parameter.numel() for parameter in self.model.parameters())
         size = f"{type(self.model).__name__} of {count_text(weights, 'parameter')}"
         playing = f"{count_text(self.environments, 'environment')}, on {self.device}"
-        return f"Policy({seen} to {acts}, {size}, K {self.context_length}, {playing})"
+        return f"Policy({inputs} to {acts}, {size}, K {self.context_length}, {playing})"
 
     @property
     def environments(self) -> int:
@@ -238,22 +239,22 @@ class Policy:
                 remedy = "write policy.reset(numbers of environments, targets)"
                 raise InputError("USAGE", "one target for several environments", remedy=remedy)
             indices = 0
-        chosen = _numbers(indices)
-        if chosen.size == 0:
+        envs = _numbers(indices)
+        if envs.size == 0:
             return
-        if int(chosen.max()) >= self.environments:
-            self._grow(int(chosen.max()) + 1 - self.environments)
+        if int(envs.max()) >= self.environments:
+            self._grow(int(envs.max()) + 1 - self.environments)
         values = np.asarray(targets, dtype=np.float64)
-        fits = values.shape in ((), chosen.shape)
+        fits = values.shape in ((), envs.shape)
         if self.goals:
-            fits = values.shape in ((self.state_dim,), (*chosen.shape, self.state_dim))
+            fits = values.shape in ((self.state_dim,), (*envs.shape, self.state_dim))
         if not fits or not np.isfinite(values).all():
-            wanted = f"states of {self.state_dim} elements" if self.goals else "returns"
-            what = f"targets of shape {values.shape} are not finite {wanted}"
+            expected = f"states of {self.state_dim} elements" if self.goals else "returns"
+            what = f"targets of shape {values.shape} are not finite {expected}"
             raise InputError("MODEL", what, remedy="give one for each environment, or one for all")
-        self._targets[chosen] = values
-        self._steps[chosen] = 0
-        self._waiting[chosen] = False
+        self._targets[envs] = values
+        self._steps[envs] = 0
+        self._waiting[envs] = False
 
     @torch_defaults()
     @torch.inference_mode()
@@ -321,42 +322,42 @@ class Policy:
         """
         if generator is not None and not self.stochastic:
             raise InputError("MODEL", "the policy draws no actions: it is deterministic")
-        chosen = self._chosen(indices)
-        seen = self._seen(observations, len(chosen))
-        if self._waiting[chosen].any():
+        envs = self._check_indices(indices)
+        observed = self._encode_observations(observations, len(envs))
+        if self._waiting[envs].any():
             raise InputError("MODEL", "act was called twice without observe_reward")
-        steps, left = self._steps[chosen], self._targets[chosen]
-        asked = self.window.returns(left)[:, None]
+        steps, remaining = self._steps[envs], self._targets[envs]
+        targets = self.window.returns(remaining)[:, None]
         if self.goals:
-            asked = self.window.columns[0].states(left)
-        numbers = np.concatenate([np.stack([chosen, steps], 1), self._done[chosen], asked], axis=1)
+            targets = self.window.columns[0].states(remaining)
+        numbers = np.concatenate([np.stack([envs, steps], 1), self._done[envs], targets], axis=1)
         if self._graph is not None and generator is None:
-            wait = self._graph.launch(numbers, seen)
+            wait = self._graph.launch(numbers, observed)
         else:
             noise: Tensor | float = 0.0
             if generator is not None:
-                drawn = generator.standard_normal((len(chosen), self.action_dim), np.float32)
-                noise = torch.from_numpy(drawn).to(self.device)
+                normal = generator.standard_normal((len(envs), self.action_dim), np.float32)
+                noise = torch.from_numpy(normal).to(self.device)
             # Early in the episodes windows are short: leave out what nobody has filled yet.
             filled = self.context_length
             if self.model.short_windows:
                 filled = min(int(steps.max()) + 1, self.context_length)
             now = torch.from_numpy(numbers).to(self.device)
-            states = {name: torch.from_numpy(rows).to(self.device) for name, rows in seen.items()}
+            states = {n: torch.from_numpy(rows).to(self.device) for n, rows in observed.items()}
             with calling_model(self.model, "act()"), evaluation_mode(self.model):
                 actions = np.asarray(self._step(now, states, filled, noise).cpu().numpy())
             wait = partial(np.asarray, actions)
 
         def finish() -> Array:
             actions = wait()
-            self._done[chosen] = actions.reshape(len(chosen), -1)
-            self._waiting[chosen] = True
-            self._steps[chosen] += 1
+            self._done[envs] = actions.reshape(len(envs), -1)
+            self._waiting[envs] = True
+            self._steps[envs] += 1
             return actions
 
         return finish
 
-    def _seen(self, observations: Observations, count: int) -> dict[str, Array]:
+    def _encode_observations(self, observations: Observations, count: int) -> dict[str, Array]:
         """Return observations as the model takes them: vectors (n, S), or frames (n, *frame)."""
         columns = dict(_leaves(observations)) or {next(iter(self.columns)): observations}
         names = match_columns(tuple(self.columns), tuple(columns))
@@ -364,51 +365,51 @@ class Policy:
             what = f"no {', '.join(missing)} among {', '.join(columns)}"
             remedy = f"give a mapping of {', '.join(self.columns)}"
             raise InputError("MODEL", what, "observations", remedy)
-        seen = {}
+        states = {}
         for scales, (name, column) in zip(self.window.columns, self.columns.items(), strict=True):
             rows = column.rows(columns[names[name]], count)
             _check_finite(rows, "observation")
-            seen[name] = rows if column.frames == "uint8" else scales.states(rows)
-        return seen
+            states[name] = rows if column.frames == "uint8" else scales.states(rows)
+        return states
 
     def _step(
-        self, numbers: Tensor, seen: Mapping[str, Tensor], filled: int, noise: Tensor | float
+        self, numbers: Tensor, observed: Mapping[str, Tensor], filled: int, noise: Tensor | float
     ) -> Tensor:
         """Remember the current step and return the actions (n, A) or (n,).
 
-        `numbers` (n, 2 + A + asked) float64 are rows of the memory, steps so far, the last action
+        `numbers` (n, 2 + A + targets) float64 are rows of the memory, steps so far, the last action
         and the targets.  No window has more than `filled` steps.
         """
-        row, step, done, asked = torch.split(numbers, [1, 1, *self._widths[1:3]], dim=1)
+        row, step, done, targets = torch.split(numbers, [1, 1, *self._widths[1:3]], dim=1)
         rows, steps = row[:, 0].long(), step[:, 0].long()
-        shown = {}
-        for name, state in seen.items():
+        inputs = {}
+        for name, state in observed.items():
             if name in self._frames:
                 stacks = self._frames[name][rows].roll(-1, dims=1)
                 stacks = stacks * (steps > 0).view(-1, *[1] * (stacks.ndim - 1))  # zeros come first
                 stacks[:, -1] = state
                 self._frames[name][rows] = state = stacks
-            shown[name] = state[:, None]
-        only = shown if len(shown) > 1 else shown[name]
+            inputs[name] = state[:, None]
+        only = inputs if len(inputs) > 1 else inputs[name]
         features = self.model.remember(only)[:, 0]
         # old values are hidden by the mask; zeros keep NaN out of it
         before = torch.where(step.unsqueeze(2) > 0, self._memory[rows], 0.0)
         is_full = (step >= self.context_length).unsqueeze(2)
         window = torch.where(is_full, before.roll(-1, dims=1), before)
-        place = steps.clamp(max=self.context_length - 1)
-        own = torch.arange(len(rows), device=rows.device)
+        position = steps.clamp(max=self.context_length - 1)
+        index = torch.arange(len(rows), device=rows.device)
         first = self._widths[0]
-        window[own, (place - 1).clamp(min=0), first : first + done.shape[1]] = done.float()
-        now = (features, torch.zeros_like(done), asked, step.clamp(max=self.max_timestep - 1))
-        window[own, place] = torch.cat([part.float() for part in now], dim=1)
+        window[index, (position - 1).clamp(min=0), first : first + done.shape[1]] = done.float()
+        now = (features, torch.zeros_like(done), targets, step.clamp(max=self.max_timestep - 1))
+        window[index, position] = torch.cat([tensor.float() for tensor in now], dim=1)
         self._memory[rows] = window
-        states, actions, asked, timesteps = (
-            part.contiguous()[:, :filled] for part in torch.split(window, self._widths, dim=2)
+        states, actions, targets, timesteps = (
+            tensor.contiguous()[:, :filled] for tensor in torch.split(window, self._widths, dim=2)
         )
         if self.discrete:
             actions = actions[..., 0].long()
         timesteps = timesteps[..., 0].long()
-        return acted(self.model, states, actions, asked, timesteps, place, noise)
+        return predict_actions(self.model, states, actions, targets, timesteps, position, noise)
 
     def observe_reward(
         self,
@@ -434,26 +435,26 @@ class Policy:
             ``MODEL`` for rewards that are not finite or not as many as environments, and for
             environments that have not acted, or that there are not.
         """
-        chosen = self._chosen(indices)
+        envs = self._check_indices(indices)
         values = np.asarray(rewards, dtype=np.float64).reshape(-1)
-        if values.size != len(chosen):
-            what = f"{values.size} rewards of {count_text(len(chosen), 'environment')}"
+        if values.size != len(envs):
+            what = f"{values.size} rewards of {count_text(len(envs), 'environment')}"
             raise InputError("MODEL", what, remedy="give each that acted its own")
         _check_finite(values, "reward")
-        if not self._waiting[chosen].all():
+        if not self._waiting[envs].all():
             raise InputError("MODEL", "observe_reward was called without an act before it")
         if actions is not None:
-            self._done[chosen] = np.asarray(actions).reshape(len(chosen), -1)
+            self._done[envs] = np.asarray(actions).reshape(len(envs), -1)
         if not self.goals:
-            self._targets[chosen] = self.window.rest(self._targets[chosen], values)
-        self._waiting[chosen] = False
+            self._targets[envs] = self.window.next_targets(self._targets[envs], values)
+        self._waiting[envs] = False
 
-    def _chosen(self, indices: npt.ArrayLike | None) -> Int64Array:
-        chosen = np.arange(self.environments) if indices is None else _numbers(indices)
-        if chosen.size == 0 or chosen.max() >= self.environments:
-            what = f"{chosen.size} environments chosen among {self.environments}"
+    def _check_indices(self, indices: npt.ArrayLike | None) -> Int64Array:
+        envs = np.arange(self.environments) if indices is None else _numbers(indices)
+        if envs.size == 0 or envs.max() >= self.environments:
+            what = f"{envs.size} environments chosen among {self.environments}"
             raise InputError("MODEL", what, remedy="reset an environment before acting in it")
-        return chosen
+        return envs
 
     def _grow(self, added: int) -> None:
         def longer(values: Tensor) -> Tensor:
@@ -470,27 +471,27 @@ class Policy:
 def _numbers(indices: npt.ArrayLike) -> Int64Array:
     """Return numbers of environments, each once; a mask has True for those that are meant."""
     values = np.atleast_1d(np.asarray(indices))
-    chosen = np.flatnonzero(values) if values.dtype == np.bool_ else values.astype(np.int64)
-    is_once = len({*chosen.tolist()}) == len(chosen) and (chosen >= 0).all()
+    numbers = np.flatnonzero(values) if values.dtype == np.bool_ else values.astype(np.int64)
+    is_once = len({*numbers.tolist()}) == len(numbers) and (numbers >= 0).all()
     if values.size and (values.dtype.kind not in "biu" or not is_once):
         what = f"{values} are no different numbers of environments from 0 on"
         raise InputError("MODEL", what, remedy="give whole numbers, each once, or a mask")
-    return chosen
+    return numbers
 
 
-def acted(
+def predict_actions(
     model: SequenceModel,
     features: Tensor,
     actions: Tensor,
-    asked: Tensor,
+    targets: Tensor,
     timesteps: Tensor,
-    place: Tensor,
+    position: Tensor,
     noise: Tensor | float = 0.0,
 ) -> Tensor:
     """Return the actions (n, A) float32, or (n,) int64, of windows of remembered steps."""
-    returns, goals = (None, asked) if model.facts.goals else (asked, None)
+    returns, goals = (None, targets) if model.facts.goals else (targets, None)
     states = model.recalled(features)
-    action = model.act(PlayedWindow(states, actions, returns, goals, timesteps, place, noise))
+    action = model.act(PlayedWindow(states, actions, returns, goals, timesteps, position, noise))
     if not model.facts.discrete:
         return action.float()
     return action.argmax(-1) if action.is_floating_point() else action.long()
@@ -504,8 +505,8 @@ class _Graph:
 
     def __init__(self, policy: Policy) -> None:
         count, device, length = policy.environments, policy.device, policy.context_length
-        _, done, asked, _ = policy._widths
-        self._numbers = torch.zeros((count, 2 + done + asked), dtype=torch.float64, device=device)
+        _, done, width, _ = policy._widths
+        self._numbers = torch.zeros((count, 2 + done + width), dtype=torch.float64, device=device)
         self._numbers[:, 0] = self._nobody = count
         self._seen = {
             name: torch.zeros((count, *column.shape), dtype=_type(column), device=device)
@@ -526,13 +527,13 @@ class _Graph:
         finally:
             torch.set_float32_matmul_precision(precision)
 
-    def launch(self, numbers: Array, seen: Mapping[str, Array]) -> Callable[[], Array]:
+    def launch(self, numbers: Array, observed: Mapping[str, Array]) -> Callable[[], Array]:
         """Do `Policy._step` for some environments; the others' rows are nobody's."""
         count = len(numbers)
         with capture_lock, torch.cuda.stream(self._stream):
             self._numbers[:count].copy_(torch.from_numpy(numbers))
             self._numbers[count:, 0] = self._nobody
-            for name, rows in seen.items():
+            for name, rows in observed.items():
                 self._seen[name][:count].copy_(torch.from_numpy(rows))
             self._graph.replay()
 

@@ -140,7 +140,7 @@ def test_distribution_of_awkward_values(values: list[float]) -> None:
 
 @given(st.lists(st.integers(1, 5_000), min_size=1, max_size=30))
 def test_distribution_of_whole_numbers_has_whole_bins(values: list[int]) -> None:
-    found = distribution(values, whole=True)
+    found = distribution(values, integers=True)
     widths = {b - a for a, b in pairwise(found.histogram.edges)}
     assert len(widths) == 1 and all(edge.is_integer() for edge in (*found.histogram.edges, *widths))
     assert found.histogram.edges[0] == min(values) and len(found.histogram.counts) <= 20

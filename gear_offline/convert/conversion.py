@@ -241,7 +241,7 @@ def convert(
         if note := doubt_order(made if is_there else shifted):
             facts["warnings"] = [*texts(facts.get("warnings")), note]
         record = manifest.source.model_copy(update={"attributes": facts})
-        manifest = manifest.replaced(source=record)
+        manifest = manifest.replace_fields(source=record)
         lines = [*summary(manifest), *doubt_actions(made)]
         write_file(folder / MANIFEST_NAME, manifest.encode())
     for line in lines:

@@ -58,7 +58,7 @@ def make_manifest(
         columns=list(plan.columns),
         statistics={c.name: moments[c.name].result() for c in plan.columns},
         returns=distribution(np.concatenate([part.returns for part in written])),
-        lengths=distribution(source.episodes.lengths, whole=True),
+        lengths=distribution(source.episodes.lengths, integers=True),
         endings=Endings(terminated=terminated, truncated=truncated),
         environment=environment,
         source=SourceRecord(

@@ -37,7 +37,7 @@ from gear_offline.dataset.shard import (
     BlockDigests,
     TensorLayout,
     byte_view,
-    damaged,
+    damage_error,
     encode_header,
     open_member,
     read_exactly,
@@ -217,11 +217,11 @@ class Dataset:
     def column(self, name: str) -> Array:
         """Return a whole column, (N, *shape), in memory of its own; its digests are compared."""
         spec = self.spec[name]
-        whole = np.empty((self.spec.steps, *spec.shape), spec.dtype)
+        values = np.empty((self.spec.steps, *spec.shape), spec.dtype)
         for shard in range(len(self.manifest.shards)):
             for step, rows in self.stream(shard, name):
-                whole[step : step + len(rows)] = rows
-        return whole
+                values[step : step + len(rows)] = rows
+        return values
 
     def __len__(self) -> int:
         """Return E, the number of episodes."""
@@ -285,13 +285,13 @@ class Dataset:
         A run's widest column takes `RUN_BYTES`, or one episode; parameters and errors are those of
         `iter_episodes`.
         """
-        chosen = np.arange(len(self)) if which is None else chosen_episodes(which, len(self))
+        numbers = np.arange(len(self)) if which is None else chosen_episodes(which, len(self))
         names = [c.name for c in self.spec] if columns is None else list(columns)
         most = max(1, RUN_BYTES // max((self.spec[n].step_bytes for n in names), default=1))
         offsets = self.episodes.offsets
-        groups = offsets[chosen] // most
-        cuts = np.flatnonzero((np.diff(chosen) != 1) | (np.diff(groups) != 0)) + 1
-        for run in np.split(chosen, cuts):
+        groups = offsets[numbers] // most
+        cuts = np.flatnonzero((np.diff(numbers) != 1) | (np.diff(groups) != 0)) + 1
+        for run in np.split(numbers, cuts):
             begin, end = int(offsets[run[0]]), int(offsets[run[-1] + 1])
             yield run, {name: self.read(name, begin, end) for name in names}
 
@@ -331,16 +331,16 @@ class Dataset:
         ``USER/NAME@BRANCH``; ``OUTPUT_WRITE`` without a token that may write, or a network.
         """
         names = [MANIFEST_NAME, *(shard.name for shard in self.verify().manifest.shards)]
-        place, source = name.removeprefix("hub:"), self.manifest.source.uri
+        address, source = name.removeprefix("hub:"), self.manifest.source.uri
         facts = {"content": self.spec, "environment": self.environment_id, "source": source}
         metadata = {
             "task_categories": ["reinforcement-learning"],
             "tags": ["offline-reinforcement-learning", "gear-offline"],
             "viewer": False,  # which reads no shards
         }
-        code = f'```python\nimport gear_offline as go\n\ngo.open_dataset("hub:{place}")\n```'
+        code = f'```python\nimport gear_offline as go\n\ngo.open_dataset("hub:{address}")\n```'
         files: dict[str, Path | bytes] = {file: self.path / file for file in names}
-        files["README.md"] = card(metadata, place, facts, code)
+        files["README.md"] = card(metadata, address, facts, code)
         return put(files, name, "dataset", private=private)
 
     def open_shard(self, shard: int) -> int:
@@ -446,26 +446,26 @@ def grow_dataset(dataset: Dataset, admissions: Sequence[Admission]) -> Dataset:
         return dataset
     manifest = dataset.manifest.grown(admissions)
     larger = with_shards(dataset.path, manifest, dataset)
-    lengths = distribution(larger.episodes.lengths, whole=True)
-    manifest = manifest.replaced(returns=distribution(larger.returns), lengths=lengths)
+    lengths = distribution(larger.episodes.lengths, integers=True)
+    manifest = manifest.replace_fields(returns=distribution(larger.returns), lengths=lengths)
     return replace(larger, manifest=manifest, admissions=dataset.admissions + len(admissions))
 
 
 def with_shards(path: Path, manifest: Manifest, before: Dataset | None = None) -> Dataset:
     """Return the dataset at `path`; `before` it has the first shards alone."""
-    parts, identities = list[tuple[Array, ...]](), list[FileIdentity]()
+    pieces, identities = list[tuple[Array, ...]](), list[FileIdentity]()
     if before is not None:
-        own = (before.episodes.lengths, before.returns, before.terminated, before.truncated)
-        parts, identities = [own], [*before.identities]
+        first_piece = (before.episodes.lengths, before.returns, before.terminated, before.truncated)
+        pieces, identities = [first_piece], [*before.identities]
     for shard in manifest.shards[len(identities) :]:
         with open(open_member(path / shard.name, size=shard.bytes), "rb") as file:
             identities.append(file_identity(file.fileno()))
-            parts.append(_read_episodes(file, path, manifest, shard))
-    lengths, returns, *ends = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+            pieces.append(_read_episodes(file, path, manifest, shard))
+    lengths, returns, *ends = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
     for array in (returns, *ends):
         array.setflags(write=False)
     if [int(flags.sum()) for flags in ends] != [count for _, count in manifest.endings]:
-        raise damaged("ends of episodes are counted otherwise", path / MANIFEST_NAME)
+        raise damage_error("ends of episodes are counted otherwise", path / MANIFEST_NAME)
     return Dataset(
         path=path,
         manifest=manifest,
@@ -487,7 +487,7 @@ def _read_episodes(
     header = bytearray(shard.header_bytes)
     read_exactly(file.fileno(), memoryview(header), 0, where=where)
     if header != encode_header(tensors):
-        raise damaged("the shard's header is not the one that the manifest implies", where)
+        raise damage_error("the shard's header is not the one that the manifest implies", where)
     values: list[Array] = []
     for column in EPISODE_COLUMNS:
         tensor = manifest.layouts(shard)[column.name]
@@ -495,13 +495,13 @@ def _read_episodes(
         for _ in _stream(file, path, manifest, shard, tensor, raw):
             pass
         if tensor.dtype == np.bool_ and raw.max() > 1:
-            raise damaged(f"{column.name} is not 0 or 1 everywhere", where)
+            raise damage_error(f"{column.name} is not 0 or 1 everywhere", where)
         values.append(raw.view(tensor.dtype))
     lengths, _, terminated, truncated = values
     if (terminated & truncated).any():
-        raise damaged("an episode is both terminated and truncated", where)
+        raise damage_error("an episode is both terminated and truncated", where)
     if (lengths < 1).any() or (lengths > shard.steps).any() or lengths.sum() != shard.steps:
-        raise damaged(f"lengths do not add up to {shard.steps} steps", where)
+        raise damage_error(f"lengths do not add up to {shard.steps} steps", where)
     return tuple(values)
 
 
@@ -533,6 +533,6 @@ def _stream(
         for block in range(checked, len(blocks.done)):
             if blocks.done[block] != digests[block * DIGEST_CHARS : (block + 1) * DIGEST_CHARS]:
                 what = "data do not match their digest"
-                raise damaged(what, f"{where}, tensor {tensor.name}, block {block}")
+                raise damage_error(what, f"{where}, tensor {tensor.name}, block {block}")
         checked = len(blocks.done)
         yield len(data) // row_bytes

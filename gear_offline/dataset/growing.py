@@ -55,7 +55,7 @@ from gear_offline.dataset.shard import (
     EPISODE_COLUMNS,
     BlockDigests,
     byte_view,
-    damaged,
+    damage_error,
     digest,
     encode_header,
     plan_tensors,
@@ -129,8 +129,8 @@ class GrowingDataset(Closing):
     def follow(self, admissions: int) -> Dataset:
         """Return the dataset with so many admissions, which another process may have written."""
         if len(self._lines) < admissions:
-            new, self._seal, self._end = read_admissions(self._path, self._end, self._seal)
-            self._lines += new
+            lines, self._seal, self._end = read_admissions(self._path, self._end, self._seal)
+            self._lines += lines
         if len(self._lines) < admissions:
             what = f"{len(self._lines):,} pieces are admitted, the run had {admissions:,}"
             remedy = "bring the dataset back as it was, or train into another directory"
@@ -207,8 +207,10 @@ class GrowingDataset(Closing):
                 continue
             if not may_admit(len(piece), behind):
                 break
-            own = piece.manifest
-            line = Admission(step=step, piece=path.name, endings=own.endings, shards=own.shards)
+            manifest = piece.manifest
+            line = Admission(
+                step=step, piece=path.name, endings=manifest.endings, shards=manifest.shards
+            )
             lines.append(line)
             behind += len(piece)
             if len(lines) == most:
@@ -245,11 +247,11 @@ class GrowingDataset(Closing):
 
     def _put_aside(self, path: Path, why: Exception) -> None:
         """Move a piece to the folder `refused` under a new name, or else pass it over."""
-        place = self._path / REFUSED / f"{secrets.token_hex(4)}-{path.name[-50:]}"
+        target = self._path / REFUSED / f"{secrets.token_hex(4)}-{path.name[-50:]}"
         try:
-            place.parent.mkdir(exist_ok=True)
-            path.rename(place)
-            done = f"moved to {place}"
+            target.parent.mkdir(exist_ok=True)
+            path.rename(target)
+            done = f"moved to {target}"
         except OSError as error:
             self._passed_over.add(path.name)
             done = f"left there ({error.strerror})"
@@ -301,7 +303,7 @@ def open_piece(path: Path, shard: Path, manifest: Manifest) -> Dataset:
     ``DATASET_DAMAGED``; ``COLUMN`` if it is laid out otherwise.
     """
     if not PIECE_NAME.fullmatch(path.name):
-        raise damaged("no name that go.Appender gives", path)
+        raise damage_error("no name that go.Appender gives", path)
     with open(open_regular(path, links=False), "rb") as file:
         status = os.fstat(file.fileno())
         if status.st_size > MAX_PIECE_BYTES:
@@ -312,7 +314,7 @@ def open_piece(path: Path, shard: Path, manifest: Manifest) -> Dataset:
         if not os.path.samestat(status, os.lstat(shard)):
             raise FileNotFoundError(f"{path} is another file now: the next look's")
     if digest(content) != path.stem[-DIGEST_CHARS:]:
-        raise damaged("data do not match their digest", path)
+        raise damage_error("data do not match their digest", path)
     header, rows = b"", dict[str, Array]()
     first, lengths = manifest.columns[0].name, EPISODE_COLUMNS[0].name
     with suppress(SafetensorError, KeyError, TypeError, UnicodeDecodeError):
@@ -323,9 +325,9 @@ def open_piece(path: Path, shard: Path, manifest: Manifest) -> Dataset:
         what = f"its columns are not those of the dataset: {', '.join(map(str, manifest.columns))}"
         raise InputError("COLUMN", what, str(path), "append it with go.Appender")
     digests, statistics = {}, {}
-    for name, part in rows.items():
+    for name, values in rows.items():
         blocks = BlockDigests(manifest.block_bytes)
-        blocks.update(byte_view(part))
+        blocks.update(byte_view(values))
         digests[name] = blocks.finish()
     for column in manifest.columns:
         moments = Moments(rows[column.name].shape[1:])
@@ -335,9 +337,11 @@ def open_piece(path: Path, shard: Path, manifest: Manifest) -> Dataset:
     seal = {"header_digest": digest(header), "digests": digests}
     sizes = {"bytes": len(content), "header_bytes": len(header)}
     record = ShardRecord.model_validate({"name": shard.name, **counts, **sizes, **seal})
-    own = manifest.replaced(**counts, statistics=statistics, endings=ends, shards=[record])
-    piece = with_shards(shard.parent, own)
+    piece_manifest = manifest.replace_fields(
+        **counts, statistics=statistics, endings=ends, shards=[record]
+    )
+    piece = with_shards(shard.parent, piece_manifest)
     returns = piece_returns(rows.get("rewards"), piece.episodes)
     if not np.array_equal(returns, piece.returns, equal_nan=True):
-        raise damaged("returns are not the sums of its rewards", path)
+        raise damage_error("returns are not the sums of its rewards", path)
     return piece

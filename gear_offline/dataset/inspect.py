@@ -50,7 +50,7 @@ def inspect(
         what = f"verify {Path(path).name}"
         with Progress(what, total=total, unit="bytes", quiet=quiet) as progress:
             dataset = dataset.verify(on_progress=progress.advance)
-    manifest = dataset.manifest.replaced(statistics=dict(dataset.statistics))
+    manifest = dataset.manifest.replace_fields(statistics=dict(dataset.statistics))
     document = manifest.document()
     digests = [joined for shard in manifest.shards for joined in shard.digests.values()]
     blocks = sum(map(len, digests)) // DIGEST_CHARS
@@ -109,16 +109,16 @@ def _facts(document: Mapping[str, Any], full: bool) -> dict[str, str]:
     shards = count_text(len(document["shards"]), "shard")
     blocks = count_text(document["digests"]["blocks"], "block")
     checked = f"manifest, headers and episodes match; {blocks} unread"
-    scores, shown = environment["reference_scores"], "no reference scores"
+    scores, score_text = environment["reference_scores"], "no reference scores"
     if scores is not None:
-        shown = f"reference scores {scores['minimum']:g} to {scores['maximum']:g}"
-        shown += f" ({scores['name']}{', indicative only' if scores['indicative'] else ''})"
+        score_text = f"reference scores {scores['minimum']:g} to {scores['maximum']:g}"
+        score_text += f" ({scores['name']}{', indicative only' if scores['indicative'] else ''})"
     made_with = "".join(f" {key}={value}" for key, value in environment.get("options", {}).items())
     rows = {
         "dataset": document["path"],
         "size": f"{counts}, {size_text(document['bytes'])} in {shards}",
         "digests": f"{blocks} checked, all match" if document["verified"] else checked,
-        "environment": f"{environment['id'] or 'unknown'}{made_with}; {shown}",
+        "environment": f"{environment['id'] or 'unknown'}{made_with}; {score_text}",
         "source": f"{source['uri']} ({source['format']}; rule: {source['rule']})",
     }
     if full:
@@ -151,8 +151,8 @@ def _print_columns(console: Terminal, document: Mapping[str, Any], full: bool) -
         main.append((name, column["dtype"], shape, low, mean, high))
         more.append((name, size_text(column["bytes"]), std, f"{facts['nonfinite']:,}"))
     print_table(console, ("column", "dtype", "shape", "min", "mean", "max"), main)
-    if rest := len(columns) - len(main):
-        console.print(f"and {count_text(rest, 'column')} more", style="dim")
+    if hidden := len(columns) - len(main):
+        console.print(f"and {count_text(hidden, 'column')} more", style="dim")
     if full or any(statistics[column["name"]]["nonfinite"] for column in columns):
         console.print()
         print_table(console, ("column", "bytes", "std", "NaN or Inf"), more)

@@ -29,7 +29,7 @@ from gear_offline.dataset.shard import (
     DIGEST_CHARS,
     RESERVED_NAMES,
     TensorLayout,
-    damaged,
+    damage_error,
     digest,
     encode_header,
     plan_tensors,
@@ -182,7 +182,7 @@ class Manifest(Model):
     def tensors(self, shard: ShardRecord) -> tuple[TensorLayout, ...]:
         return tuple(self.layouts(shard).values())
 
-    def replaced(self, **changes: Any) -> Self:
+    def replace_fields(self, **changes: Any) -> Self:
         """Return the manifest with other values of some fields, which nobody checks."""
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self).model_construct(**(fields | changes))
@@ -202,9 +202,9 @@ class Manifest(Model):
     @model_validator(mode="after")
     def _check(self) -> Self:
         shapes = {column.name: stored_form(column)[1] for column in self.spec}
-        for name, part in self.statistics.items():
-            values = (part.mean, part.std, part.min, part.max)
-            if any(value.shape != shapes.get(name) for value in values) or (part.std < 0).any():
+        for name, moments in self.statistics.items():
+            values = (moments.mean, moments.std, moments.min, moments.max)
+            if any(value.shape != shapes.get(name) for value in values) or (moments.std < 0).any():
                 raise ValueError(f"statistics are not those of a column {name}")
         if len(self.statistics) != len(shapes) or self.returns.std < 0 or self.lengths.std < 0:
             raise ValueError("statistics of a column are missing, or a deviation is negative")
@@ -233,13 +233,13 @@ class Manifest(Model):
                     if shard.name != shard_name(len(shards)):
                         raise ValueError(f"{shard.name} is not the next shard")
                 except ValueError as error:
-                    raise damaged(str(error), ADMISSIONS_NAME) from error
+                    raise damage_error(str(error), ADMISSIONS_NAME) from error
                 shards.append(shard)
-        return self.replaced(
+        return self.replace_fields(
             shards=shards,
             endings=Endings(
-                terminated=sum(part.terminated for part in ends),
-                truncated=sum(part.truncated for part in ends),
+                terminated=sum(each.terminated for each in ends),
+                truncated=sum(each.truncated for each in ends),
             ),
             episodes=sum(shard.episodes for shard in shards),
             steps=sum(shard.steps for shard in shards),
@@ -276,7 +276,7 @@ class Manifest(Model):
         try:
             raw = read_regular(where, most=MAX_MANIFEST_BYTES)
         except (OSError, ValueError) as error:
-            raise damaged(f"cannot read it: {first_line(error)}", where) from error
+            raise damage_error(f"cannot read it: {first_line(error)}", where) from error
         return cls.decode(raw, where=str(where))
 
     @classmethod
@@ -289,14 +289,16 @@ class Manifest(Model):
             raise InputError("DATASET_DAMAGED", f"the dataset has {newer}", where, remedy)
         seal = _SEAL.fullmatch(raw[-_SEAL_BYTES:])
         if not version or seal is None or digest(raw[:-_SEAL_BYTES]) != seal[1].decode("ascii"):
-            raise damaged("the manifest does not match its own digest", where)
+            raise damage_error("the manifest does not match its own digest", where)
         try:
             # Of 1e999, too, Python would make an infinity.
             document = json.loads(raw, parse_constant=_finite, parse_float=_finite)
             del document["digest"]
             return cls.model_validate(document)
         except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
-            raise damaged(f"manifest is not usable: {first_line(error)[:300]}", where) from error
+            raise damage_error(
+                f"manifest is not usable: {first_line(error)[:300]}", where
+            ) from error
 
 
 def encode_admissions(admissions: Iterable[Admission], before: bytes) -> tuple[bytes, bytes]:
@@ -326,7 +328,7 @@ def read_admissions(
     except FileNotFoundError:
         return [], before, start
     except (OSError, ValueError) as error:
-        raise damaged(f"cannot be read: {error}", where) from error
+        raise damage_error(f"cannot be read: {error}", where) from error
     done = content.count(b"\n", 0, start)
     for number, line in enumerate(content[start:].split(b"\n")[:-1], start=done + 1):
         body, _, seal = line.rpartition(b', "digest": ')
@@ -336,7 +338,7 @@ def read_admissions(
                 raise ValueError("it does not match its digest")
             admissions.append(Admission.model_validate_json(body + b"}"))
         except ValueError as error:  # pydantic's, too
-            raise damaged(f"line {number}: {str(error)[:200]}", where) from error
+            raise damage_error(f"line {number}: {str(error)[:200]}", where) from error
     return admissions, before, max(start, content.rfind(b"\n") + 1)
 
 

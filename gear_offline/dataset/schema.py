@@ -43,17 +43,17 @@ def match_columns(columns: tuple[str, ...], names: tuple[str, ...]) -> Mapping[s
     A column that none or several fit, or one that fits another too, is left out.
     """
 
-    def last(name: str, parts: int = 1) -> list[str]:
-        *path, own = re.split(r"[/.]", name)
-        return [*path, LEROBOT.get(own, own)][-parts:]
+    def last(name: str, count: int = 1) -> list[str]:
+        *path, leaf = re.split(r"[/.]", name)
+        return [*path, LEROBOT.get(leaf, leaf)][-count:]
 
     fits = dict[str, list[str]]()
     for column in columns:
-        same = [name for name in names if last(name) == last(column)]
-        longer = [name for name in same if last(name, 2) == last(column, 2)]
-        fits[column] = [column] if column in names else longer or same
-    taken = [*chain(*fits.values())]
-    return {c: own[0] for c, own in fits.items() if len(own) == 1 == taken.count(own[0])}
+        matches = [name for name in names if last(name) == last(column)]
+        longer = [name for name in matches if last(name, 2) == last(column, 2)]
+        fits[column] = [column] if column in names else longer or matches
+    used = [*chain(*fits.values())]
+    return {c: fit[0] for c, fit in fits.items() if len(fit) == 1 == used.count(fit[0])}
 
 
 def is_column_name(name: str) -> bool:
@@ -153,8 +153,8 @@ class TableSpec:
             return column
         names = [c.name for c in self.columns]
         remedy = f"columns here: {', '.join(names)}"
-        if parts := "+".join(n for n in names if n.startswith(f"{name}/")):
-            remedy += f"; to put its parts together, convert with --columns {name}={parts}"
+        if members := "+".join(n for n in names if n.startswith(f"{name}/")):
+            remedy += f"; to put its parts together, convert with --columns {name}={members}"
         if name == "observations":
             remedy += "; name one or more of them: loader.observations=[COLUMN, ...]"
         raise InputError("COLUMN", f"no column {name!r}", remedy=remedy)
@@ -209,23 +209,23 @@ def fold_episodes(
     """Update (E,) `totals` with `rows`, the first of which is step `start`: np.add adds them up."""
     first = int(np.searchsorted(offsets, start, side="right")) - 1
     last = int(np.searchsorted(offsets, start + len(rows), side="left"))
-    parts = function.reduceat(rows, np.maximum(offsets[first:last] - start, 0))
-    totals[first:last] = function(totals[first:last], parts)
+    sums = function.reduceat(rows, np.maximum(offsets[first:last] - start, 0))
+    totals[first:last] = function(totals[first:last], sums)
 
 
 def chosen_episodes(which: npt.ArrayLike, episodes: int) -> Int64Array:
     """Return the numbers of chosen episodes, int64; `which` are numbers or (E,) bool."""
-    chosen = np.atleast_1d(np.asarray(which))
-    if chosen.dtype == np.bool_ and chosen.shape == (episodes,):
-        chosen = np.flatnonzero(chosen)
-    if not chosen.size or chosen.ndim != 1 or chosen.dtype.kind not in "iu":
-        what = "none is chosen" if not chosen.size else f"{chosen.dtype} of shape {chosen.shape}"
-    elif chosen.min() < 0 or chosen.max() >= episodes:
-        what = f"{chosen.min()} to {chosen.max()} are asked for, there are 0 to {episodes - 1}"
-    elif np.unique(chosen).size < chosen.size:
+    numbers = np.atleast_1d(np.asarray(which))
+    if numbers.dtype == np.bool_ and numbers.shape == (episodes,):
+        numbers = np.flatnonzero(numbers)
+    if not numbers.size or numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+        what = "none is chosen" if not numbers.size else f"{numbers.dtype} of shape {numbers.shape}"
+    elif numbers.min() < 0 or numbers.max() >= episodes:
+        what = f"{numbers.min()} to {numbers.max()} are asked for, there are 0 to {episodes - 1}"
+    elif np.unique(numbers).size < numbers.size:
         what = "one is named twice"
     else:
-        return chosen.astype(np.int64)
+        return numbers.astype(np.int64)
     remedy = f"give numbers from 0 to {episodes - 1}, each once, or {episodes} bools"
     raise InputError("SELECTION", f"not a choice of episodes: {what}", remedy=remedy)
 

@@ -43,7 +43,7 @@ _METADATA = {"format": "gear-offline", "format_version": "1"}
 _REMEDY = "the file is damaged or foreign: copy it again or convert the source again"
 
 
-def damaged(what: str, where: str | Path) -> InputError:
+def damage_error(what: str, where: str | Path) -> InputError:
     return InputError("DATASET_DAMAGED", what, where=str(where), remedy=_REMEDY)
 
 
@@ -142,11 +142,11 @@ def open_member(path: Path, *, size: int | None = None) -> int:
     try:
         handle = open_regular(path)
     except OSError as error:
-        raise damaged(f"cannot read a file of the dataset: {error.strerror}", path) from error
+        raise damage_error(f"cannot read a file of the dataset: {error.strerror}", path) from error
     actual = os.fstat(handle).st_size
     if size is not None and actual != size:
         os.close(handle)
-        raise damaged(f"the file has {actual} bytes, the manifest says {size}", path)
+        raise damage_error(f"the file has {actual} bytes, the manifest says {size}", path)
     return handle
 
 
@@ -155,6 +155,6 @@ def read_exactly(handle: int, buffer: memoryview, offset: int, *, where: Path | 
     try:
         count = read_at(handle, buffer, offset)
     except OSError as error:
-        raise damaged(f"cannot read: {error.strerror or error}", where) from error
+        raise damage_error(f"cannot read: {error.strerror or error}", where) from error
     if count < len(buffer):
-        raise damaged(f"the file ends at byte {offset + count}, more were expected", where)
+        raise damage_error(f"the file ends at byte {offset + count}, more were expected", where)

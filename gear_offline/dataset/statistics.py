@@ -125,12 +125,12 @@ class Moments:
                 total, squares = _sums(np.where(finite, flat, centre), centre)[:2]
                 low = np.where(finite, flat, np.inf).min(axis=0)
                 high = np.where(finite, flat, -np.inf).max(axis=0)
-            rest = total / np.maximum(counts, 1)
-            self._merge(counts, centre + rest, squares - total * rest, low, high)
+            offset = total / np.maximum(counts, 1)
+            self._merge(counts, centre + offset, squares - total * offset, low, high)
         return first
 
-    def _merge(self, count: int | Int64Array, *parts: Float64Array) -> None:
-        mean, squares, low, high = parts
+    def _merge(self, count: int | Int64Array, *moments: Float64Array) -> None:
+        mean, squares, low, high = moments
         total = self.counts + count
         share = np.divide(count, total, out=np.zeros(total.shape), where=total > 0)
         delta = mean - self.mean
@@ -140,11 +140,11 @@ class Moments:
         np.minimum(self.low, low, out=self.low)
         np.maximum(self.high, high, out=self.high)
 
-    def merge(self, other: Moments) -> None:
-        """Add what `other` saw; its rows come after this one's."""
-        self.rows += other.rows
+    def merge(self, later: Moments) -> None:
+        """Add what `later` saw; its rows come after this one's."""
+        self.rows += later.rows
         with np.errstate(all="ignore"):
-            self._merge(other.counts, other.mean, other.squares, other.low, other.high)
+            self._merge(later.counts, later.mean, later.squares, later.low, later.high)
 
     def result(self) -> ColumnStatistics:
         """Return the summary of everything added so far."""
@@ -152,8 +152,8 @@ class Moments:
             std = np.sqrt(self.squares / np.maximum(self.counts, 1))
         constant = self.low == self.high  # then exactly, whatever rounding left
         mean, std = np.where(constant, self.low, self.mean), np.where(constant, 0.0, std)
-        parts = (mean, std, self.low, self.high)
-        shaped = (np.where(self.counts > 0, part, np.nan).reshape(self.shape) for part in parts)
+        values = (mean, std, self.low, self.high)
+        shaped = (np.where(self.counts > 0, value, np.nan).reshape(self.shape) for value in values)
         nonfinite = self.rows * self.counts.size - int(self.counts.sum())
         spread = dict(zip(("mean", "std", "min", "max"), shaped, strict=True))
         return ColumnStatistics(count=self.rows, nonfinite=nonfinite, **spread)
@@ -206,11 +206,11 @@ class Distribution(Model):
     histogram: Histogram
 
 
-def distribution(values: npt.ArrayLike, *, whole: bool = False) -> Distribution:
+def distribution(values: npt.ArrayLike, *, integers: bool = False) -> Distribution:
     """Summarise (E,) numbers, e.g. episode returns or lengths; NaN and infinities are left out.
 
-    With `whole` the numbers are whole and so are the edges of the histogram.  Bins have one whole
-    width, so that each holds equally many numbers; the last edge lies above the maximum.
+    With `integers` the edges of the histogram are integers, too.  Bins have one integer width, so
+    that each holds equally many numbers; the last edge lies above the maximum.
     """
     finite = np.asarray(values, np.float64)
     finite = finite[np.isfinite(finite)]
@@ -222,7 +222,7 @@ def distribution(values: npt.ArrayLike, *, whole: bool = False) -> Distribution:
     counts: Array = np.array([finite.size])
     with np.errstate(all="ignore"):
         mean, std = float(finite.mean()), float(finite.std())
-    if whole:
+    if integers:
         width = (int(high) - int(low)) // HISTOGRAM_BINS + 1
         edges = np.arange(int(low), int(high) + width + 1, width, dtype=np.int64)
         counts = np.histogram(finite, bins=edges)[0]

@@ -15,41 +15,41 @@ from gear_offline.errors import InputError
 INTERFACE_VARIABLE = "GEAR_OFFLINE_INTERFACE"
 
 
-def launched() -> tuple[int, int]:
+def read_rank_and_size() -> tuple[int, int]:
     """Read this process's number and their count: RANK and WORLD_SIZE, as torchrun sets them.
 
     A variable that is no number, too large, or set without the other one is ``USAGE``.
     """
     rank, size = environment_number("RANK", 0), environment_number("WORLD_SIZE", 1)
     if rank is None and (size or 1) > 1:
-        raise _unusable("WORLD_SIZE", "and RANK is not set")
+        raise _variable_error("WORLD_SIZE", "and RANK is not set")
     if (rank or 0) >= (size or 1):
-        raise _unusable("RANK", f"and WORLD_SIZE is {size or 'not set'}")
+        raise _variable_error("RANK", f"and WORLD_SIZE is {size or 'not set'}")
     return rank or 0, size or 1
 
 
 def is_first_process() -> bool:
     """Return true in the process that writes and prints, among those that torchrun started."""
-    return launched()[0] == 0
+    return read_rank_and_size()[0] == 0
 
 
 def check_meeting_place() -> None:
     """Refuse (``USAGE``) variables that do not say where the processes of a launcher meet."""
     if not os.environ.get("MASTER_ADDR", "").strip():
-        raise _unusable("MASTER_ADDR", "and has to name a host")
+        raise _variable_error("MASTER_ADDR", "and has to name a host")
     if (environment_number("MASTER_PORT", 1) or 1 << 16) >= 1 << 16:
-        raise _unusable("MASTER_PORT", "and has to be a number from 1 to 65535")
+        raise _variable_error("MASTER_PORT", "and has to be a number from 1 to 65535")
 
 
 def environment_number(name: str, least: int) -> int | None:
     """Return the whole number in an environment variable; None where it is unset or empty."""
     text = os.environ.get(name, "").strip()
     if text and not (text.isascii() and text.isdecimal() and least <= int(text) < 1 << 31):
-        raise _unusable(name, f"and has to be a whole number from {least} on")
+        raise _variable_error(name, f"and has to be a whole number from {least} on")
     return int(text) if text else None
 
 
-def _unusable(name: str, why: str) -> InputError:
+def _variable_error(name: str, why: str) -> InputError:
     value = os.environ.get(name)
     what = f"the environment variable {name} is {'not set' if value is None else repr(value)}"
     remedy = "start several processes with torchrun, or unset WORLD_SIZE, RANK and LOCAL_RANK to "

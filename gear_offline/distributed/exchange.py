@@ -110,8 +110,8 @@ def open_exchange(
     return CollectiveExchange(node_rows, landing, world)
 
 
-def _say(world: World, kind: str, reasons: list[str]) -> None:
-    say(f"exchange: {kind} ({'; '.join(reasons)})", quiet=not world.is_first)
+def _say(world: World, road: str, reasons: list[str]) -> None:
+    say(f"exchange: {road} ({'; '.join(reasons)})", quiet=not world.is_first)
 
 
 def _why_no_nccl(world: World, engine: GpuGather | None) -> str | None:
@@ -178,11 +178,11 @@ class CollectiveExchange:
         if not len(reads):
             return
         rank, size = self._world.rank, self._world.size
-        own, served = reads.made_by(rank), reads.served_by(rank)
-        own.check(self._node_rows, len(self._landing[0]))
+        local, served = reads.made_by(rank), reads.served_by(rank)
+        local.check(self._node_rows, len(self._landing[0]))
         counts_in, counts_out = (  # rows
             np.bincount(ranks, steps, size).astype(int).tolist()
-            for ranks, steps in ((own.owners, own.steps), (served.readers, served.steps))
+            for ranks, steps in ((local.owners, local.steps), (served.readers, served.steps))
         )
         rows = ranges(self._first_rows[served.episodes] + served.starts, served.steps)
         sent = np.empty((len(rows), self._width), np.uint8)
@@ -198,21 +198,21 @@ class CollectiveExchange:
                 group=self._group,
                 async_op=True,
             )
-        self._posted[block] = own, received, work
+        self._posted[block] = local, received, work
 
     def wait(self, block: int) -> None:
         posted = self._posted.pop(block)
         if posted is None:
             return
-        own, received, work = posted
+        reads, received, work = posted
         try:
             work.wait(timedelta(seconds=self._world.timeout))
         except RuntimeError as error:
-            owners = ", ".join(map(str, np.unique(own.owners)))
+            owners = ", ".join(map(str, np.unique(reads.owners)))
             doing = f"waiting for the rows of block {block}"
             doing += f" from ranks {owners}" if owners else ""
             raise rank_lost(doing, error) from error
-        rows = ranges(own.rows, own.steps)
+        rows = ranges(reads.rows, reads.steps)
         for columns, landing in zip(self._columns, self._landing, strict=True):
             landing[rows] = received.numpy()[:, columns]
 

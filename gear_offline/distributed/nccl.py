@@ -50,7 +50,7 @@ class NcclExchange:
         self._world, self._span = world, span
         ends = np.cumsum(engine.lengths)
         self._packer = GpuGather(
-            [_stored(each) for each in engine.placed],
+            [_address_bytes(each) for each in engine.placed],
             np.append(0, ends),
             device=engine.device,
             context_length=span,
@@ -70,10 +70,10 @@ class NcclExchange:
     def ready(self, reads: Reads) -> Ready:
         """Prepare a post as far as it needs no GPU and no order, in any thread."""
         rank, size = self._world.rank, self._world.size
-        own, served = reads.made_by(rank), reads.served_by(rank)
-        begin, more = divmod(int(own.rows[0]) if len(own) else 0, self._span)
-        in_turn = (begin + np.arange(len(own))) * self._span
-        assert not more and np.array_equal(own.rows, in_turn), "windows lie in the owners' order"
+        local, served = reads.made_by(rank), reads.served_by(rank)
+        begin, more = divmod(int(local.rows[0]) if len(local) else 0, self._span)
+        in_turn = (begin + np.arange(len(local))) * self._span
+        assert not more and np.array_equal(local.rows, in_turn), "windows lie in the owners' order"
         segments = Segments(
             episodes=served.episodes,
             starts=served.starts,
@@ -82,9 +82,9 @@ class NcclExchange:
         )
         return Ready(
             any=len(reads) > 0,
-            windows=slice(begin, begin + len(own)),
+            windows=slice(begin, begin + len(local)),
             names=self._packer.name(segments),
-            received=np.bincount(own.owners, minlength=size).tolist(),
+            received=np.bincount(local.owners, minlength=size).tolist(),
             sent=np.bincount(served.readers, minlength=size).tolist(),
         )
 
@@ -126,7 +126,7 @@ class Ready:
     sent: list[int]  # (W,) windows to each rank
 
 
-def _stored(placed: GroupAddresses) -> GroupAddresses:
+def _address_bytes(placed: GroupAddresses) -> GroupAddresses:
     """Return addresses of a group's rows as bytes, as they are stored."""
     group = placed.group
     rows = np.empty((0, group.row_bytes), np.uint8)

@@ -110,10 +110,11 @@ class RdmaExchange:
 
     def post(self, block: int, reads: Reads) -> None:
         assert block not in self._left, "each block is posted once"
-        endpoint, own = self._endpoint, reads.made_by(self._world.rank)
-        own.check(self._node_rows, len(self._landing[0]))
-        self._left[block] = len(own) * len(self._landing)
-        columns = (own.owners, self._first_rows[own.episodes] + own.starts, own.steps, own.rows)
+        endpoint, local = self._endpoint, reads.made_by(self._world.rank)
+        local.check(self._node_rows, len(self._landing[0]))
+        self._left[block] = len(local) * len(self._landing)
+        first_rows = self._first_rows[local.episodes] + local.starts
+        columns = (local.owners, first_rows, local.steps, local.rows)
         for owner, first, steps, row in zip(*(c.tolist() for c in columns), strict=True):
             for group, landing in enumerate(self._landing):
                 width = landing.shape[1]
@@ -172,23 +173,23 @@ class RdmaExchange:
         Peers' flags are read as rows are, without a collective: who closes after an error of its
         own does so while the others are in the middle of something else.
         """
-        endpoint, waiting, asked = self._endpoint, set(self._peers), set[int]()
+        endpoint, waiting, pending = self._endpoint, set(self._peers), set[int]()
         deadline = time.monotonic() + min(CLOSE_SECONDS, self._world.timeout)
         flags, key = self._targets[-1]
         while waiting and time.monotonic() < deadline:
-            for peer in sorted(waiting - asked)[: max(endpoint.room - endpoint.in_flight, 0)]:
+            for peer in sorted(waiting - pending)[: max(endpoint.room - endpoint.in_flight, 0)]:
                 try:
                     endpoint.post(
                         peer, CLOSING, self._sources[peer][-1], Memory(flags + peer, key), 1
                     )
-                    asked.add(peer)
+                    pending.add(peer)
                 except endpoint.verbs.PyverbsError:
                     waiting.discard(peer)
             for number, peer, status in endpoint.poll():
                 if status:
                     waiting.discard(peer)  # it has closed, or is gone
                 if number == CLOSING:
-                    asked.discard(peer)
+                    pending.discard(peer)
             waiting -= set(np.flatnonzero(self._others_done).tolist())
             time.sleep(CLOSE_PAUSE_SECONDS)
 
@@ -215,13 +216,13 @@ class Endpoint:
         self._open: list[Any] = []  # in the order of making
         try:
             with self._refusals():
-                context = self._opened(verbs.Context(name=port.device))
+                context = self._add_resource(verbs.Context(name=port.device))
                 limits, facts = context.query_device(), context.query_port(port.number)
                 self._mtu, self._lid = int(facts.active_mtu), int(facts.lid)
                 self._reads = max(1, min(READS_AT_ONCE, int(limits.max_qp_rd_atom)))
                 self.room = min(IN_FLIGHT, int(limits.max_qp_wr), int(limits.max_cqe) - 1)
-                self._pd = self._opened(verbs.PD(context))
-                self._cq = self._opened(verbs.CQ(context, self.room + 1))
+                self._pd = self._add_resource(verbs.PD(context))
+                self._cq = self._add_resource(verbs.CQ(context, self.room + 1))
         except UnavailableError:
             self.close()
             raise
@@ -241,9 +242,9 @@ class Endpoint:
         """Open the device of this node's network interface."""
         return cls(load_verbs(), find_port(interface_gids()), timeout=timeout)
 
-    def _opened(self, thing: Any) -> Any:
-        self._open.append(thing)
-        return thing
+    def _add_resource(self, resource: Any) -> Any:
+        self._open.append(resource)
+        return resource
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -328,11 +329,11 @@ class Endpoint:
         self.closed = True
         regions = [region for region, _ in self._regions]
         # Queue pairs first: no read may reach memory that goes away.
-        for thing in [*self._pairs.values(), *regions, *reversed(self._open)]:
+        for resource in [*self._pairs.values(), *regions, *reversed(self._open)]:
             with suppress(self.verbs.PyverbsError):  # of a device that is gone
-                thing.close()
-        for things in (self._pairs, self._regions, self._open):
-            things.clear()
+                resource.close()
+        for resources in (self._pairs, self._regions, self._open):
+            resources.clear()
 
 
 def retry_exponent(timeout: float) -> int:
@@ -355,8 +356,9 @@ def interface_gids() -> set[IPv6Address]:
                 probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing
             except OSError:
                 return set()
-            own = str(probe.getsockname()[0])
-        name = next((n for n, all_ in interfaces.items() if own in {a.address for a in all_}), "")
+            local = str(probe.getsockname()[0])
+        names = (n for n, entries in interfaces.items() if local in {a.address for a in entries})
+        name = next(names, "")
     gids = set()
     for address in interfaces.get(name, []):
         if address.family == socket.AF_INET:
@@ -366,7 +368,7 @@ def interface_gids() -> set[IPv6Address]:
     return gids
 
 
-def find_port(wanted: set[IPv6Address], root: Path = DEVICES) -> Port:
+def find_port(gids: set[IPv6Address], root: Path = DEVICES) -> Port:
     """Return the active port that has one of the addresses; ``EXCHANGE`` if there is none."""
     paths = sorted(root.glob("*/ports/*"))
     for path in paths:
@@ -375,7 +377,7 @@ def find_port(wanted: set[IPv6Address], root: Path = DEVICES) -> Port:
             continue
         for index in sorted(int(entry.name) for entry in (path / "gids").iterdir()):
             gid = _text(path / "gids" / str(index))
-            if not gid or IPv6Address(gid) not in wanted:
+            if not gid or IPv6Address(gid) not in gids:
                 continue
             if not ethernet or _text(path / "gid_attrs/types" / str(index)) == "RoCE v2":
                 device, number = path.parent.parent.name, int(path.name)
@@ -407,9 +409,10 @@ def load_verbs() -> Any:
         try:
             names |= vars(import_module("pyverbs.enums"))
         except ModuleNotFoundError:  # later than 57: members of classes
-            for kind in vars(import_module("pyverbs.libibverbs_enums")).values():
-                if isinstance(kind, type) and issubclass(kind, enum.Enum):
-                    names |= {name: int(member.value) for name, member in kind.__members__.items()}
+            for member_class in vars(import_module("pyverbs.libibverbs_enums")).values():
+                if isinstance(member_class, type) and issubclass(member_class, enum.Enum):
+                    members = member_class.__members__.items()
+                    names |= {name: int(member.value) for name, member in members}
     except ImportError as error:
         remedy = "install the package of your distribution (Debian, Ubuntu: apt install "
         remedy += "python3-pyverbs; versions 44 to 59), or set loader.exchange=gloo"

@@ -49,20 +49,20 @@ def choose_share(
     """
     if world.node_count == 1 or sharding == "replicate":
         return None
-    needed = table_bytes(data, options)
+    row_bytes = table_bytes(data, options)
     if sharding == "auto":
         limits = world.gather(available_bytes() - RESERVE_BYTES)
-        if needed <= min(limits):
+        if row_bytes <= min(limits):
             return None
     steps, weight = shard_weights(data), sampler.episode_weight
     weights = steps if weight is None else shard_weights(data, weight)
     owners = share_shards(weights, world.node_count, sizes=steps)
-    own, nodes = owners == world.node, np.repeat(owners, shard_episodes(data))
-    share = NodeShare(shards=np.flatnonzero(own), nodes=nodes, lengths=data.episodes.lengths)
+    local, nodes = owners == world.node, np.repeat(owners, shard_episodes(data))
+    share = NodeShare(shards=np.flatnonzero(local), nodes=nodes, lengths=data.episodes.lengths)
     say(
         f"sharding {sharding}: {len(share.shards)} of {len(weights)} shards, "
-        f"{steps[own].sum() / steps.sum():.1%} of {size_text(needed)} and "
-        f"{weights[own].sum() / weights.sum():.1%} of the draws, on this one of "
+        f"{steps[local].sum() / steps.sum():.1%} of {size_text(row_bytes)} and "
+        f"{weights[local].sum() / weights.sum():.1%} of the draws, on this one of "
         f"{world.node_count} nodes",
         quiet=world.rank != world.leader,
     )
@@ -84,11 +84,11 @@ def share_shards(
         remedy = "convert with a smaller --shard-size, or set loader.sharding=replicate"
         raise InputError("LOADER_OPTION", what, remedy=remedy)
     bulk = np.asarray(drawn_from if sizes is None else sizes, dtype=np.float64)
-    owners, drawn = np.zeros(len(drawn_from), np.int64), np.flatnonzero(drawn_from > 0)
-    heaviest = drawn[np.argsort(-drawn_from[drawn], kind="stable")]
+    owners, drawable = np.zeros(len(drawn_from), np.int64), np.flatnonzero(drawn_from > 0)
+    heaviest = drawable[np.argsort(-drawn_from[drawable], kind="stable")]
     _give_out(heaviest, drawn_from, np.zeros(nodes), owners)
-    held = np.bincount(owners[drawn], weights=bulk[drawn], minlength=nodes).astype(np.float64)
-    held[np.bincount(owners[drawn], minlength=nodes) == 0] = -1.0  # who has nothing comes first
+    held = np.bincount(owners[drawable], weights=bulk[drawable], minlength=nodes).astype(np.float64)
+    held[np.bincount(owners[drawable], minlength=nodes) == 0] = -1.0  # who has nothing comes first
     _give_out(np.flatnonzero(~(drawn_from > 0)), bulk, held, owners)
     return owners
 
@@ -105,7 +105,7 @@ def _give_out(
 def shard_episodes(source: TableData) -> Int64Array:
     """Return (S,) int64, the episodes of each shard."""
     shards = shards_of(parts_of(source))
-    return np.array([part.dataset.manifest.shards[n].episodes for part, n in shards], np.int64)
+    return np.array([task.dataset.manifest.shards[n].episodes for task, n in shards], np.int64)
 
 
 def shard_weights(source: TableData, episode_weight: npt.ArrayLike | None = None) -> Float64Array:

@@ -32,7 +32,7 @@ from gear_offline.distributed import (
     INTERFACE_VARIABLE,
     check_meeting_place,
     environment_number,
-    launched,
+    read_rank_and_size,
 )
 from gear_offline.errors import GearError, InputError, UnavailableError
 
@@ -203,12 +203,12 @@ class World:
 
     def gather_tensor(self, tensor: Tensor) -> list[Tensor]:
         """Return every rank's tensor, of one shape, in host memory."""
-        own = tensor.detach().cpu().contiguous()
+        local = tensor.detach().cpu().contiguous()
         if self.size == 1:
-            return [own]
-        tensors = [torch.empty_like(own) for _ in self.nodes]
+            return [local]
+        tensors = [torch.empty_like(local) for _ in self.nodes]
         with self.guard("exchanging a message"):
-            dist.all_gather(tensors, own, group=self.control)
+            dist.all_gather(tensors, local, group=self.control)
         return tensors
 
 
@@ -244,7 +244,7 @@ def open_world(device: torch.device, *, timeout: float = TIMEOUT_SECONDS) -> Ite
     NCCL connects ranks whose `device` is a GPU, gloo the rest.  A rank that is silent for `timeout`
     seconds counts as lost (``RANK_LOST``).
     """
-    if launched()[1] == 1 or dist.is_initialized():
+    if read_rank_and_size()[1] == 1 or dist.is_initialized():
         yield World()
         return
     check_meeting_place()
@@ -285,12 +285,12 @@ def _fresh_store(store: Any, rank: int, size: int, timeout: float) -> Any:
     answered: dict[int, bytes] = {}  # also numbers of the dead, until the living write theirs
     deadline = time.monotonic() + timeout
     while missing:
-        for other in missing:
-            here = f"gear-offline/here/{other}"
-            if store.check([here]) and (asked := store.get(here)) != answered.get(other):
-                store.set(f"gear-offline/name/{asked.decode()}", name)
-                answered[other] = asked
-        missing = [other for other in missing if not store.check([f"gear-offline/{name}/{other}"])]
+        for peer in missing:
+            key = f"gear-offline/here/{peer}"
+            if store.check([key]) and (peer_number := store.get(key)) != answered.get(peer):
+                store.set(f"gear-offline/name/{peer_number.decode()}", name)
+                answered[peer] = peer_number
+        missing = [peer for peer in missing if not store.check([f"gear-offline/{name}/{peer}"])]
         if missing and time.monotonic() > deadline:
             raise rank_lost("joining the group", f"ranks {missing} have not come")
         time.sleep(JOIN_PAUSE_SECONDS)
@@ -340,19 +340,19 @@ def data_world(
     ``("dp_replicate", "dp_shard")``.  Another mesh is ``LOADER_OPTION``.
     """
     names = tuple(mesh.mesh_dim_names or ())
-    wanted = (dims,) if isinstance(dims, str) else tuple(dims)
-    if not wanted or not set(wanted) <= set(names):
-        what = f"the mesh has no dimension {', '.join(map(repr, set(wanted) - set(names)))}"
+    dim_names = (dims,) if isinstance(dims, str) else tuple(dims)
+    if not dim_names or not set(dim_names) <= set(names):
+        what = f"the mesh has no dimension {', '.join(map(repr, set(dim_names) - set(names)))}"
         remedy = "name the data-parallel dimensions: data_world(mesh, dims=...)"
         raise InputError("LOADER_OPTION", what, f"dimensions {list(names)}", remedy)
     grid = mesh.mesh
     if grid.numel() != dist.get_world_size():
         what = f"the mesh has {grid.numel()} of {dist.get_world_size()} ranks"
         raise InputError("LOADER_OPTION", what, remedy="use a mesh over all ranks")
-    data = tuple(names.index(name) for name in wanted)
-    others = tuple(dim for dim in range(len(names)) if dim not in data)
+    data = tuple(names.index(name) for name in dim_names)
+    model_dims = tuple(dim for dim in range(len(names)) if dim not in data)
     replicas = math.prod(grid.shape[dim] for dim in data)
-    rows = grid.permute(*data, *others).reshape(replicas, -1)  # (W, ranks on one batch)
+    rows = grid.permute(*data, *model_dims).reshape(replicas, -1)  # (W, ranks on one batch)
     readers = rows[:, 0].tolist()
     with peers("joining the group"):
         control = dist.new_group(readers, backend="gloo", timeout=timedelta(seconds=timeout))
@@ -388,8 +388,8 @@ def resolve_device(device: str | torch.device, *, where: str = "") -> torch.devi
         raise InputError("LOADER_OPTION", f"{device=} is not usable", where, remedy) from error
     is_here: Any = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
     if resolved.type in is_here and not is_here[resolved.type]():
-        kind = resolved.type.upper()
-        what = f"device {str(device)!r} was asked for and no {kind} device is available"
+        name = resolved.type.upper()
+        what = f"device {str(device)!r} was asked for and no {name} device is available"
         remedy = f"use {where or 'device'}=auto or cpu, or run gear-offline doctor"
         raise UnavailableError("DEVICE", what, where, remedy)
     return resolved

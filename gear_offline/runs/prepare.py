@@ -99,7 +99,7 @@ def open_growing(
 
     def check(piece: Dataset) -> None:  # no admitted piece may end the run
         _check(recipe, piece, sizes)
-        manifest = piece.manifest.replaced(statistics=dataset.manifest.statistics)
+        manifest = piece.manifest.replace_fields(statistics=dataset.manifest.statistics)
         options = TableOptions.of(loader_options(recipe, dataset))
         table = build_table(replace(piece, manifest=manifest), options, threads=1)
         tops = [np.abs(g.rows).max() for g in table.groups if g.dtype == np.float32]

@@ -22,7 +22,7 @@ from gear_offline.config.recipe import Recipe, load_recipe, recipe_option
 from gear_offline.core.parts import is_importable
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text, first_line, plain, say
-from gear_offline.distributed import launched
+from gear_offline.distributed import read_rank_and_size
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError, given_path
 from gear_offline.evaluation.environments import PROBED, known_of
@@ -156,7 +156,7 @@ def run_trials(
     quiet: bool = False,
 ) -> SweepResult:
     """Train `trials` into the sweep directory `out`, as `sweep` does."""
-    if launched()[1] > 1:
+    if read_rank_and_size()[1] > 1:
         what, remedy = "a sweep runs in one process", "start it without torchrun"
         raise InputError("USAGE", what, remedy=remedy)
     _check_trials(trials, parallel)

@@ -52,7 +52,7 @@ class DiskSizes:
     chunk_steps: int
     threads: int
     output_bytes: int  # of one block of batches
-    taken: int  # windows that are handed out at a time
+    handout: int  # windows that are handed out at a time
     resident: tuple[bool, ...]  # which columns are in memory whole
 
 
@@ -77,10 +77,10 @@ def share_out(
     episodes = dataset.episodes.episodes
     fixed_bytes = INDEX_BYTES * episodes + min(GUIDE_BYTES * episodes, 4 << GUIDE_BITS) + 8 * guide
     slot_bytes = rows * sum(row_bytes) + REFERENCE_BYTES + 8
-    kept = [(steps + 2 * rows) * nbytes for nbytes in row_bytes]
+    column_bytes = [(steps + 2 * rows) * nbytes for nbytes in row_bytes]
     in_no_file = [None in plan.fields for plan in plans]
-    widest = max(n for n, nowhere in zip(kept, in_no_file, strict=True) if not nowhere)
-    small = [n <= budget_bytes // RESIDENT_SHARE and n < widest for n in kept]
+    widest = max(n for n, nowhere in zip(column_bytes, in_no_file, strict=True) if not nowhere)
+    small = [n <= budget_bytes // RESIDENT_SHARE and n < widest for n in column_bytes]
     resident = [nowhere or few for nowhere, few in zip(in_no_file, small, strict=True)]
     output_bytes = max(batch * window_bytes, budget_bytes // OUTPUT_SHARE)
     room = budget_bytes // BUFFER_SHARE
@@ -91,18 +91,18 @@ def share_out(
         threads = min(max(room // (2 * (buffer_bytes(read, rows, 1) + COPY_BYTES)), 1), THREADS)
         chunk = min(CHUNK_BYTES, room // threads - buffer_bytes(read, rows, 0) - COPY_BYTES)
         chunk_steps = max(min(chunk // sum(read), steps), 1)
-        taken = fixed_bytes + sum(n for n, stays in zip(kept, resident, strict=True) if stays)
-        taken += OUTPUT_BLOCKS * output_bytes
-        taken += CONVERSION_FACTOR * converted * output_bytes // window_bytes
-        taken += threads * (buffer_bytes(read, rows, chunk_steps) + COPY_BYTES)
-        slots = (budget_bytes - taken) // slot_bytes
+        used = sum(n for n, stays in zip(column_bytes, resident, strict=True) if stays)
+        used += fixed_bytes + OUTPUT_BLOCKS * output_bytes
+        used += CONVERSION_FACTOR * converted * output_bytes // window_bytes
+        used += threads * (buffer_bytes(read, rows, chunk_steps) + COPY_BYTES)
+        slots = (budget_bytes - used) // slot_bytes
         if slots >= 2 * batch:
             break
     else:
-        needed = taken + 2 * batch * slot_bytes
+        least_bytes = used + 2 * batch * slot_bytes
         what = f"host_budget={budget_bytes} ({size_text(budget_bytes)}) is too small to keep two "
         what += f"batches of {batch} windows"
-        remedy = f"give at least {needed} bytes ({size_text(needed)}), or make "
+        remedy = f"give at least {least_bytes} bytes ({size_text(least_bytes)}), or make "
         remedy += "batch_size or context_length smaller"
         raise InputError("LOADER_OPTION", what, remedy=remedy)
     slots = min(slots, max(16 * batch, 2 * -(-steps // rows)))  # beyond, nothing is gained
@@ -111,7 +111,7 @@ def share_out(
         chunk_steps=chunk_steps,
         threads=threads,
         output_bytes=output_bytes,
-        taken=max(batch, min(slots // TAKEN_SHARE, MOST_TAKEN)),
+        handout=max(batch, min(slots // TAKEN_SHARE, MOST_TAKEN)),
         resident=tuple(resident),
     )
 
@@ -138,11 +138,13 @@ class DiskGather:
             dataset, plans, options, batch=stream.rank_batch, budget_bytes=host_budget
         )
         dataset = dataset.verify()  # a window is no block that could be compared as it is read
-        kept = [plan for plan, stays in zip(plans, sizes.resident, strict=True) if stays]
-        groups = iter(build_table(dataset, options, plans=kept, threads=1).groups)
-        whole = [next(groups).rows if stays else None for stays in sizes.resident]
+        resident_plans = [plan for plan, stays in zip(plans, sizes.resident, strict=True) if stays]
+        groups = iter(build_table(dataset, options, plans=resident_plans, threads=1).groups)
+        resident_rows = [next(groups).rows if stays else None for stays in sizes.resident]
         shards = shards_of(parts_of(dataset))
-        self._windows = WindowReader(shards, plans, whole, options, chunk_steps=sizes.chunk_steps)
+        self._windows = WindowReader(
+            shards, plans, resident_rows, options, chunk_steps=sizes.chunk_steps
+        )
         self._memory = partial(_Slots, plans, dataset.episodes, options, padding)
         self._slots = self._memory(sizes.slots, pin=pin)
         self.table = Table(
@@ -152,7 +154,7 @@ class DiskGather:
             _draw(dataset.episodes, stream, options),
             batch=stream.rank_batch,
             slots=sizes.slots,
-            taken=sizes.taken,
+            handout=sizes.handout,
         )
         self._rank_batch, self._span = stream.rank_batch, options.context_length
         self._ahead = ReadAhead(self._windows, plan, self._slots.targets, threads=sizes.threads)
@@ -242,13 +244,13 @@ def _draw(episodes: EpisodeIndex, stream: SegmentStream, options: TableOptions) 
     most = max(PIECE // batch, 1)
 
     def draw(first_step: int, steps: int) -> DrawnWindows:
-        parts = []
+        pieces = []
         for at in range(0, steps, most):
-            drawn = stream.segments(first_step + at, min(most, steps - at))
-            episode, starts = drawn.episodes.reshape(-1), drawn.starts.reshape(-1)
+            segments = stream.segments(first_step + at, min(most, steps - at))
+            episode, starts = segments.episodes.reshape(-1), segments.starts.reshape(-1)
             real = np.minimum(episodes.lengths[episode] - starts, span)
-            parts.append((episodes.offsets[episode] + starts, real, np.minimum(starts, history)))
-        columns = map(np.concatenate, zip(*parts, strict=True))
+            pieces.append((episodes.offsets[episode] + starts, real, np.minimum(starts, history)))
+        columns = map(np.concatenate, zip(*pieces, strict=True))
         return DrawnWindows(first_step * batch, *columns)
 
     return draw

@@ -125,8 +125,8 @@ class Scales(StateScales):
     @cached_property
     def columns(self) -> tuple[ObservedColumn, ...]:
         """The columns of an observation, at least one, in the order of the model's inputs."""
-        own = {name: getattr(self, name) for name in StateScales.model_fields}
-        return self.observations or (ObservedColumn(name=STATES, **own),)
+        scales = {name: getattr(self, name) for name in StateScales.model_fields}
+        return self.observations or (ObservedColumn(name=STATES, **scales),)
 
 
 class Window(Scales):
@@ -140,15 +140,15 @@ class Window(Scales):
         returns: Values = _cast(_cast(targets, "float64") / self.returns_scale, "float32")
         return returns
 
-    def rest(self, targets: Float64Array, rewards: Float64Array) -> Float64Array:
+    def next_targets(self, targets: Float64Array, rewards: Float64Array) -> Float64Array:
         """Return (n,) the asked returns at the next step, after `rewards` of the environment.
 
         With a discount of 0 the same: what is asked is then the next reward.
         """
         for edit in self.reward_edits:
             rewards = edit.apply(rewards)
-        left = (targets - rewards) / self.gamma if self.gamma else targets
-        return np.clip(left, -LARGEST_TARGET, LARGEST_TARGET)
+        remaining = (targets - rewards) / self.gamma if self.gamma else targets
+        return np.clip(remaining, -LARGEST_TARGET, LARGEST_TARGET)
 
 
 def _cast(values: Any, dtype: str) -> Any:
@@ -178,9 +178,9 @@ def standard_fields(
     rewards = [source.spec[REWARDS]] if REWARDS in source.spec else []
     for spec in (*states, actions, *rewards):
         if spec.dtype.kind == "c":
-            raise _unusable(spec, "complex numbers are not supported here")
+            raise _column_error(spec, "complex numbers are not supported here")
     if rewards and prod(rewards[0].shape) != 1:
-        raise _unusable(rewards[0], "rewards must be one number a step")
+        raise _column_error(rewards[0], "rewards must be one number a step")
     images = [is_image(spec) for spec in states]
     first = states[0]
     if frame_stack > 1 and not any(images):
@@ -259,7 +259,7 @@ def _too_large(where: str) -> InputError:
     return InputError("COLUMN", "a value is too large for float32", where, remedy)
 
 
-def _unusable(spec: ColumnSpec, what: str) -> InputError:
+def _column_error(spec: ColumnSpec, what: str) -> InputError:
     what = f"{spec.name} is {spec.dtype} {spec.shape} a step: {what}"
     remedy = "convert the source with columns of the kinds that docs/reference/batch.md lists"
     return InputError("COLUMN", what, f"column {spec.name}", remedy)

@@ -89,14 +89,14 @@ def parts_of(source: TableData) -> tuple[Part, ...]:
     return (Part(name=str(source.path), dataset=source),)
 
 
-def shards_of(parts: Sequence[Part]) -> list[tuple[Part, int]]:
+def shards_of(tasks: Sequence[Part]) -> list[tuple[Part, int]]:
     """Return all shards in the order of their episodes: the part, and the shard's number in it."""
-    return [(part, shard) for part in parts for shard in range(len(part.dataset.first_steps) - 1)]
+    return [(task, shard) for task in tasks for shard in range(len(task.dataset.first_steps) - 1)]
 
 
 def data_name(source: TableData) -> str:
     """Return the name of the data in messages."""
-    return "+".join(part.name for part in parts_of(source))
+    return "+".join(task.name for task in parts_of(source))
 
 
 def data_digest(source: TableData) -> str:
@@ -105,8 +105,8 @@ def data_digest(source: TableData) -> str:
         # what is normalised by all of a grown dataset is not what its first shards normalise
         measured = source.admissions > 0 and not source.frozen
         return digest(source.manifest.encode() + b"measured" * measured)
-    parts = [(t.name, data_digest(t.dataset), float(t.returns_scale)) for t in source.tasks]
-    return digest(json.dumps(parts).encode())
+    identities = [(t.name, data_digest(t.dataset), float(t.returns_scale)) for t in source.tasks]
+    return digest(json.dumps(identities).encode())
 
 
 def join_datasets(tasks: Sequence[Part]) -> JointDataset:
@@ -141,13 +141,13 @@ def join_datasets(tasks: Sequence[Part]) -> JointDataset:
 
 def _joint_columns(specs: Mapping[str, TableSpec]) -> tuple[ColumnSpec, ...]:
     """Return the standard columns, and others that all tasks share."""
-    first, *others = specs.values()
+    first, *more_specs = specs.values()
     rewards = np.result_type(*(spec[REWARDS].dtype for spec in specs.values()))
     shared = [
         column
         for column in first
         if column.name not in (STATES, ACTIONS, REWARDS)
-        and all(column in tuple(other) for other in others)
+        and all(column in tuple(table_spec) for table_spec in more_specs)
     ]
     return (_states(specs), _actions(specs), ColumnSpec(name=REWARDS, dtype=rewards), *shared)
 
@@ -156,7 +156,7 @@ def _states(specs: Mapping[str, TableSpec]) -> ColumnSpec:
     columns = {name: spec[STATES] for name, spec in specs.items()}
     frames = [is_image(column) for column in columns.values()]
     if any(frames) and not (all(frames) and len({c.shape for c in columns.values()}) == 1):
-        raise _mixed(
+        raise _misfit_error(
             "frames of different shapes, or frames and vectors",
             {name: f"{c.dtype} {c.shape}" for name, c in columns.items()},
             "train them apart, or bring the frames to one shape when the data are made",
@@ -168,14 +168,14 @@ def _actions(specs: Mapping[str, TableSpec]) -> ColumnSpec:
     columns = {name: spec[ACTIONS] for name, spec in specs.items()}
     discrete = {name: column.dtype.kind in "iub" for name, column in columns.items()}
     if len(set(discrete.values())) > 1:
-        raise _mixed(
+        raise _misfit_error(
             "discrete and continuous actions",
-            {name: "discrete" if whole else "continuous" for name, whole in discrete.items()},
+            {name: "discrete" if flag else "continuous" for name, flag in discrete.items()},
             "train tasks with discrete actions in a run of their own",
         )
     if all(discrete.values()) and len({(c.dtype, c.shape) for c in columns.values()}) > 1:
         if any(prod(column.shape) != 1 for column in columns.values()):
-            raise _mixed(
+            raise _misfit_error(
                 "discrete actions of several numbers a step",
                 {name: str(column.shape) for name, column in columns.items()},
                 "store one number from 0 a step",
@@ -192,7 +192,7 @@ def _widest(columns: Sequence[ColumnSpec]) -> ColumnSpec:
     return ColumnSpec(name=columns[0].name, dtype=dtype, shape=shape)
 
 
-def _mixed(what: str, kinds: Mapping[str, str], remedy: str) -> InputError:
-    shown = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
-    what = f"tasks with {what} do not fit one model: {shown}"
+def _misfit_error(what: str, kinds: Mapping[str, str], remedy: str) -> InputError:
+    listing = ", ".join(f"{name} {text}" for name, text in kinds.items())
+    what = f"tasks with {what} do not fit one model: {listing}"
     return InputError("COLUMN", what, where="data.tasks", remedy=remedy)

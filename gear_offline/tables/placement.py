@@ -77,10 +77,10 @@ class PlacedTable:
         return bool((self.owners == HOST).any())
 
 
-def _release(kept: list[Any]) -> None:
-    memory, *_ = kept
+def _release(allocations: list[Any]) -> None:
+    memory, *_ = allocations
     memory.wait()
-    kept.clear()
+    allocations.clear()
 
 
 def place_table(
@@ -123,45 +123,45 @@ def place_table(
 
     # Who owns each episode.
     gaps = ALIGNMENT_BYTES * len(table.groups)
-    needed = int(sizes.sum()) + gaps
+    total_bytes = int(sizes.sum()) + gaps
     gpus, owners = [ranks.rank], np.zeros(len(sizes), np.int64)
-    if placement == "hbm" and needed > budget:
+    if placement == "hbm" and total_bytes > budget:
         source = "free on the device" if hbm_budget is None else "the given budget"
-        raise too_large(needed, budget, source)
+        raise too_large(total_bytes, budget, source)
     if placement == "host":
         owners[:], before = HOST, None
-    elif placement == "peer" or needed > budget:
+    elif placement == "peer" or total_bytes > budget:
         gpus = ranks.neighbours
         owners, before = deal_out(sizes, weights, budget - bytes_before - gaps, len(gpus)), None
 
     # Copy this GPU's share, without the rows it has from `before`, and pin the host's.
     is_new = np.arange(len(owners)) >= (0 if before is None else len(before.owners))
     shares = [_Share.of(table, is_new & (owners == gpu)) for gpu in range(len(gpus))]
-    own = gpus.index(ranks.rank)
-    kept = [memory, *([] if before is None else before.kept)]
+    position = gpus.index(ranks.rank)
+    allocations = [memory, *([] if before is None else before.kept)]
 
     def bring() -> tuple[int, str, list[int]]:
         if placement == "peer" and (owners == HOST).any():
-            raise too_large(needed, budget * len(gpus), f"free on {len(gpus)} GPUs")
+            raise too_large(total_bytes, budget * len(gpus), f"free on {len(gpus)} GPUs")
         in_host = bool((owners == HOST).any())
-        placed = _upload(table, shares[own], memory, kept, shared=len(gpus) > 1)
-        return *placed, _pin(table, memory, kept, in_host=in_host, landing=landing)
+        placed = _upload(table, shares[position], memory, allocations, shared=len(gpus) > 1)
+        return *placed, _pin(table, memory, allocations, in_host=in_host, landing=landing)
 
     brought = together(ranks.gather, bring) if collective else [bring()]
     base, _, row_zeros = brought[ranks.rank if collective else 0]
     bases = [base if r == ranks.rank else memory.open_shared(brought[r][1]) for r in gpus]
     limit = f"budget {size_text(budget)}{' a GPU' if len(gpus) > 1 else ''}"
     return PlacedTable(
-        groups=_addressed(table, row_zeros, bases, shares, owners, before),
+        groups=_address_groups(table, row_zeros, bases, shares, owners, before),
         device=memory.device,
         owners=owners,
-        hbm_bytes=int(sizes[owners == own].sum()),
+        hbm_bytes=int(sizes[owners == position].sum()),
         reason=f"placement {placement}: {_places(sizes, weights, owners, len(gpus))} ({limit})",
-        kept=kept,
+        kept=allocations,
     )
 
 
-def _addressed(
+def _address_groups(
     table: Table,
     row_zeros: Sequence[int],
     bases: Sequence[int],
@@ -193,15 +193,15 @@ def _budget(
     collective: bool,
 ) -> int:
     """Return the bytes that rows may take in each GPU of this node, with those from `before`."""
-    own = hbm_budget
-    if own is None:
-        own = memory.free_bytes() + bytes_before
-        own = own if placement == "hbm" else int(own * HBM_SHARE)
+    budget = hbm_budget
+    if budget is None:
+        budget = memory.free_bytes() + bytes_before
+        budget = budget if placement == "hbm" else int(budget * HBM_SHARE)
     if not collective:
-        return own
+        return budget
     # Every rank hears of every budget, so that all of a node decide alike, and no rank waits in a
     # collective call for one of another node that decided otherwise.
-    budgets = ranks.gather(own)
+    budgets = ranks.gather(budget)
     return min(int(budgets[rank]) for rank in ranks.neighbours)
 
 
@@ -221,13 +221,13 @@ def deal_out(sizes: Int64Array, weights: Float64Array, budget_bytes: int, gpus: 
     dealt = np.minimum(turn, 2 * gpus - 1 - turn)
     owners = np.full(len(sizes), HOST, np.int64)
     for gpu in range(gpus):
-        coming, left = order[dealt == gpu], budget_bytes
+        coming, remaining = order[dealt == gpu], budget_bytes
         while len(coming):
-            coming = coming[sizes[coming] <= left]
-            count = int(np.searchsorted(np.cumsum(sizes[coming]), left, side="right"))
-            taken, coming = np.split(coming, [count])
-            owners[taken] = gpu
-            left -= int(sizes[taken].sum())
+            coming = coming[sizes[coming] <= remaining]
+            count = int(np.searchsorted(np.cumsum(sizes[coming]), remaining, side="right"))
+            fitting, coming = np.split(coming, [count])
+            owners[fitting] = gpu
+            remaining -= int(sizes[fitting].sum())
     return owners
 
 
@@ -250,7 +250,7 @@ class _Share:
 
 
 def _upload(
-    table: Table, share: _Share, memory: DeviceMemory, kept: list[Any], *, shared: bool
+    table: Table, share: _Share, memory: DeviceMemory, allocations: list[Any], *, shared: bool
 ) -> tuple[int, str]:
     """Copy a share to new GPU memory; return its address, and a handle if it is `shared`."""
     base, handle, nbytes = 0, "", share.begins[-1]
@@ -258,7 +258,7 @@ def _upload(
         base, handle = memory.allocate_shared(max(nbytes, ALIGNMENT_BYTES))
     elif nbytes:
         base, buffer = memory.allocate(nbytes)
-        kept.append(buffer)
+        allocations.append(buffer)
     for group, begin in zip(table.groups, share.begins, strict=False):
         at = base + begin
         for rows in _runs(table, group.rows, share.held):
@@ -268,7 +268,7 @@ def _upload(
 
 
 def _pin(
-    table: Table, memory: DeviceMemory, kept: list[Any], *, in_host: bool, landing: bool
+    table: Table, memory: DeviceMemory, allocations: list[Any], *, in_host: bool, landing: bool
 ) -> list[int]:
     """Pin all rows if some are read `in_host`, with `landing` else those rows; return addresses.
 
@@ -279,7 +279,7 @@ def _pin(
     first, row_zeros = 0 if in_host else table.landing_row, []
     for group in table.groups:
         pinned = memory.pin(group.rows[first:])
-        kept.append(pinned)
+        allocations.append(pinned)
         row_zeros.append(pinned.address - first * group.row_bytes)
     return row_zeros
 
@@ -291,7 +291,7 @@ def _runs(table: Table, rows: Array, held: BoolArray) -> Iterator[Array]:
     short: list[Array] = []
     for low, high in offsets.reshape(-1, 2).tolist():
         run = rows[low:high]
-        if short and sum(part.nbytes for part in short) + run.nbytes > STAGING_BYTES:
+        if short and sum(piece.nbytes for piece in short) + run.nbytes > STAGING_BYTES:
             yield np.concatenate(short)
             short = []
         if run.nbytes > STAGING_BYTES:
@@ -305,10 +305,10 @@ def _runs(table: Table, rows: Array, held: BoolArray) -> Iterator[Array]:
 def _places(sizes: Int64Array, weights: Float64Array, owners: Int64Array, gpus: int) -> str:
     """Describe the bytes and the share of the reads of each place."""
     where = f"over {gpus} GPUs" if gpus > 1 else "in GPU memory"
-    parts = ((owners != HOST, where), (owners == HOST, "in pinned host memory"))
+    places = ((owners != HOST, where), (owners == HOST, "in pinned host memory"))
     return ", ".join(
-        f"{size_text(int(sizes[part].sum()))} {name}, "
-        f"{weights[part].sum() / (weights.sum() or 1.0):.1%} of the reads"
-        for part, name in parts
-        if part.any()
+        f"{size_text(int(sizes[mask].sum()))} {name}, "
+        f"{weights[mask].sum() / (weights.sum() or 1.0):.1%} of the reads"
+        for mask, name in places
+        if mask.any()
     )

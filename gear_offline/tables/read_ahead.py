@@ -59,42 +59,42 @@ class ReadPlan:
     `draw`, a pure function, gives the windows of consecutive steps, B (`batch`) of each; it may run
     beside everything else.  A window has its first step in the table, its number of steps, and the
     number of the episode's steps in front of it for stacks.  `slots` windows can be kept (S); up to
-    `taken` are asked for at a time.
+    `handout` are asked for at a time.
     """
 
-    def __init__(self, draw: Draw, *, batch: int, slots: int, taken: int) -> None:
-        assert slots >= taken + batch and taken >= batch, "the caller sizes these"
-        self.draw, self._batch, self._slots, self._taken = draw, batch, slots, taken
+    def __init__(self, draw: Draw, *, batch: int, slots: int, handout: int) -> None:
+        assert slots >= handout + batch and handout >= batch, "the caller sizes these"
+        self.draw, self._batch, self._slots, self._handout = draw, batch, slots, handout
         self._free, self._free_count = np.arange(slots)[::-1].copy(), slots
         self._blocks: deque[DrawnWindows] = deque()
         self._base = self._end = 0  # the next reference that will be used; the end of those known
-        self._size, self._drawing = taken, False  # of the next block
+        self._size, self._drawing = handout, False  # of the next block
 
     def move(self, step: int) -> None:
         """Make `step` the next one and release the windows before it."""
         base = step * self._batch
-        known = self._base <= base <= self._end
+        within = self._base <= base <= self._end
         for block in self._blocks:
-            used = min(base - block.first, block.size) if known else block.size
+            used = min(base - block.first, block.size) if within else block.size
             gone = np.arange(block.used, max(used, block.used))
             block.used = max(used, block.used)  # what is being read is dropped when it comes
             self._give_back(block.slots[gone[block.ready[gone]]])
         while self._blocks and self._blocks[0].used == self._blocks[0].size:
             self._blocks.popleft()
         self._base = base
-        if not known:
-            self._end, self._size, self._drawing = base, self._taken, False
+        if not within:
+            self._end, self._size, self._drawing = base, self._handout, False
 
-    def wanted(self) -> tuple[int, int] | None:
+    def next_block(self) -> tuple[int, int] | None:
         """Return ``(first step, steps)`` of the block to draw next, or None; marks it as begun."""
         if self._drawing or sum(block.begun < block.size for block in self._blocks) > 1:
             return None
         self._drawing = True
-        most = min(self._size, self._slots - self._taken)  # so a take may go on in the next block
+        most = min(self._size, self._slots - self._handout)  # so a take may go on in the next block
         return self._end // self._batch, max(most // self._batch, 1)
 
     def extend(self, block: DrawnWindows) -> None:
-        """Add a block that `wanted` asked for, unless the plan has moved elsewhere since."""
+        """Add a block that `next_block` asked for, unless the plan has moved elsewhere since."""
         if block.first == self._end:
             self._blocks.append(block)
             self._end, self._size, self._drawing = block.last, GROWTH * self._size, False
@@ -128,9 +128,9 @@ class ReadPlan:
 
     def finish(self, job: Job) -> None:
         """Mark the windows of `job` as read; those no longer wanted free their slots."""
-        wanted = job.entries >= job.block.used
-        self._give_back(job.places.slots[~wanted])
-        job.block.ready[job.entries[wanted]] = True
+        unused = job.entries >= job.block.used
+        self._give_back(job.places.slots[~unused])
+        job.block.ready[job.entries[unused]] = True
 
     def ready_windows(self, first_step: int, steps: int) -> tuple[Int64Array, Int64Array] | None:
         """Return slots and first steps of these steps' windows, (steps * B,) each.
@@ -138,16 +138,16 @@ class ReadPlan:
         None while one is missing.
         """
         begin, end = first_step * self._batch, (first_step + steps) * self._batch
-        assert begin == self._base and end - begin <= self._taken, "only what is read ahead comes"
-        parts = [
+        assert begin == self._base and end - begin <= self._handout, "only what is read ahead comes"
+        ranges = [
             (block, slice(max(begin - block.first, 0), end - block.first))
             for block in self._blocks
             if block.first < end
         ]
-        if end > self._end or not all(block.ready[part].all() for block, part in parts):
+        if end > self._end or not all(block.ready[entries].all() for block, entries in ranges):
             return None
-        slots = np.concatenate([block.slots[part] for block, part in parts])
-        return slots, np.concatenate([block.low[part] for block, part in parts])
+        slots = np.concatenate([block.slots[entries] for block, entries in ranges])
+        return slots, np.concatenate([block.low[entries] for block, entries in ranges])
 
     def _give_back(self, slots: Array) -> None:
         count = self._free_count + len(slots)
@@ -265,7 +265,7 @@ class ReadAhead:
         """Wait for work and return it: a block to draw or a job; None at the end."""
         with self._changed:
             while not self._stopped and self._error is None:
-                task = self._plan.wanted() or self._plan.next_job()
+                task = self._plan.next_block() or self._plan.next_job()
                 if task is not None:
                     self._changed.notify()
                     return task

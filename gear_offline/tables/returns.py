@@ -60,11 +60,11 @@ def _sum_back(values: Float64Array, lengths: Int64Array, gamma: float) -> None:
         return
     # Lengths of one class differ by less than a factor of two: so does the memory.
     classes = np.frexp(lengths)[1]
-    for kind in np.unique(classes).tolist():
-        chosen = lengths[classes == kind]
-        inside = np.arange(chosen.max()) < chosen[:, None]  # (E, L)
+    for length_class in np.unique(classes).tolist():
+        class_lengths = lengths[classes == length_class]
+        inside = np.arange(class_lengths.max()) < class_lengths[:, None]  # (E, L)
         matrix = np.full(inside.shape, -0.0)
-        steps = np.repeat(classes == kind, lengths)
+        steps = np.repeat(classes == length_class, lengths)
         matrix[inside] = values[steps]
         _scan(matrix, gamma)
         values[steps] = matrix[inside]
@@ -77,11 +77,11 @@ def _scan(matrix: Float64Array, gamma: float) -> None:
         np.add.accumulate(back, axis=1, out=back)
     elif len(matrix) <= FEW_EPISODES:
         for row in back:
-            row[:] = list(accumulate(row.tolist(), lambda rest, r: r + gamma * rest))
+            row[:] = list(accumulate(row.tolist(), lambda later, r: r + gamma * later))
     else:
         columns = np.ascontiguousarray(matrix.T)  # (L, E): a step of all episodes at once
-        rest = np.empty(len(matrix))
+        later = np.empty(len(matrix))
         for step in range(len(columns) - 2, -1, -1):
-            np.multiply(columns[step + 1], gamma, out=rest)
-            np.add(columns[step], rest, out=columns[step])
+            np.multiply(columns[step + 1], gamma, out=later)
+            np.add(columns[step], later, out=columns[step])
         matrix[...] = columns.T

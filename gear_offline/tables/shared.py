@@ -200,11 +200,11 @@ class PublishedTables:
 
     def handles(self) -> str:
         """Return JSON text for `attach_tables`."""
-        return json.dumps({key: asdict(own.handle()) for key, own in self._memory.items()})
+        return json.dumps({key: asdict(memory.handle()) for key, memory in self._memory.items()})
 
 
 def attach_tables(handles: str) -> None:
-    """Let `get_table` attach the tables that another process has published."""
+    """Hand the tables that another process has published to `get_table`."""
     _HANDLES.update({key: Handle(**numbers) for key, numbers in json.loads(handles).items()})
 
 

@@ -111,11 +111,11 @@ class Table:
 
         With `local` (E,), which episodes of a dataset the table has: for all E, of others 0.
         """
-        own = self.margin + self.episodes.offsets[:-1]
+        table_rows = self.margin + self.episodes.offsets[:-1]
         if local is None:
-            return own
+            return table_rows
         rows = np.zeros(len(local), np.int64)
-        rows[local] = own
+        rows[local] = table_rows
         return rows
 
 
@@ -149,8 +149,8 @@ def plan_groups(
         if options.observations != (STATES,):
             what = f"several datasets share the column {STATES}, got {[*options.observations]}"
             raise InputError("LOADER_OPTION", what, remedy="leave observations out")
-        for part in source.tasks:
-            standard_fields(part.dataset, normalize_states=normalize_states)
+        for task in source.tasks:
+            standard_fields(task.dataset, normalize_states=normalize_states)
     # Tasks have moments of their own, which their rows are normalised with when they are filled in.
     standard = standard_fields(
         source,  # type: ignore[arg-type]  # without normalisation no statistics are asked for
@@ -161,9 +161,9 @@ def plan_groups(
     returns = Field(name="returns_to_go", dtype=np.dtype(np.float32), shape=(1,))
     fields = standard | ({None: returns} if REWARDS in standard else {})
     extra_columns = options.extra_columns
-    taken = [*options.observations, ACTIONS, REWARDS, *extra_columns]
-    if len(set(taken)) != len(taken):
-        what = f"a column is named twice among {', '.join(taken)}"
+    names = [*options.observations, ACTIONS, REWARDS, *extra_columns]
+    if len(set(names)) != len(names):
+        what = f"a column is named twice among {', '.join(names)}"
         remedy = f"name each once; of extra columns {', '.join(standard)} are there anyway"
         raise InputError("COLUMN", what, remedy=remedy)
     packed = {
@@ -283,11 +283,11 @@ def _jobs(source: TableData, shards: Sequence[int] | None) -> Iterator[_ShardRea
     """Yield the chosen shards of a source, in their order."""
     everything, first_step = shards_of(parts_of(source)), 0
     for number in range(len(everything)) if shards is None else shards:
-        part, shard = everything[number]
-        steps = part.dataset.first_steps[shard : shard + 2]
-        low, high = np.searchsorted(part.dataset.episodes.offsets, steps)
-        lengths = part.dataset.episodes.lengths[low:high]
-        yield _ShardRead(part, shard, first_step, lengths)
+        task, shard = everything[number]
+        steps = task.dataset.first_steps[shard : shard + 2]
+        low, high = np.searchsorted(task.dataset.episodes.offsets, steps)
+        lengths = task.dataset.episodes.lengths[low:high]
+        yield _ShardRead(task, shard, first_step, lengths)
         first_step += int(lengths.sum())
 
 
@@ -300,8 +300,8 @@ def _fill(
     """Read all shards, by threads of which each writes to rows or groups of its own."""
     how: Any = {name: getattr(options, name) for name in ("normalize_states", "observations")}
     fields = {
-        part.name: standard_fields(part.dataset, **how)
-        for part in {job.part.name: job.part for job in jobs}.values()
+        task.name: standard_fields(task.dataset, **how)
+        for task in {job.part.name: job.part for job in jobs}.values()
     }
 
     def fill(job: _ShardRead, groups: Sequence[tuple[GroupPlan, ColumnGroup]]) -> None:
@@ -369,9 +369,9 @@ def _copy_column(job: _ShardRead, plan: GroupPlan, rows: Array) -> None:
         rows[step - base : step - base + len(flat), : flat.shape[1]] = flat
 
 
-def shard_returns(part: Part, shard: int, options: TableOptions) -> tuple[Array, Array]:
+def shard_returns(task: Part, shard: int, options: TableOptions) -> tuple[Array, Array]:
     """Return (n, 1) rewards of a shard, as they are stored, and float32 returns-to-go."""
-    dataset, scale = part.dataset, options.returns_scale * part.returns_scale
+    dataset, scale = task.dataset, options.returns_scale * task.returns_scale
     base, end = dataset.first_steps[shard : shard + 2].tolist()
     rewards = np.empty((end - base, 1), dataset.spec[REWARDS].dtype)
     for step, values in dataset.stream(shard, REWARDS):
@@ -387,16 +387,16 @@ def shard_returns(part: Part, shard: int, options: TableOptions) -> tuple[Array,
 
 def discounted_returns(dataset: Dataset, gamma: float) -> Array:
     """Return (E,) float32, the first return-to-go of each whole episode, not scaled."""
-    (part,), options = parts_of(dataset), TableOptions(context_length=1, gamma=gamma)
+    (task,), options = parts_of(dataset), TableOptions(context_length=1, gamma=gamma)
     shards = range(len(dataset.first_steps) - 1)
-    returns = [shard_returns(part, shard, options)[1] for shard in shards]
+    returns = [shard_returns(task, shard, options)[1] for shard in shards]
     firsts: Array = np.concatenate(returns)[dataset.episodes.offsets[:-1], 0]
     return firsts
 
 
 @contextmanager
 def _quick_switches() -> Iterator[None]:
-    """Let threads that come back from their work take the interpreter's lock soon."""
+    """Shorten the interpreter's switch interval: a returning thread waits less for the lock."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, SWITCH_SECONDS))
     try:

@@ -29,7 +29,7 @@ import numpy as np
 
 from gear_offline.core.files import file_identity
 from gear_offline.core.types import Array, Int64Array, UInt8Array
-from gear_offline.dataset.shard import damaged
+from gear_offline.dataset.shard import damage_error
 from gear_offline.kernels.columns import final_values
 from gear_offline.tables.fields import standard_fields
 from gear_offline.tables.joint import Part
@@ -76,9 +76,9 @@ def read_pages(handle: int, memory: UInt8Array, begin: int, least: int, where: s
         try:
             count = os.preadv(handle, [memory.data[at:]], begin + at)
         except OSError as error:
-            raise damaged(f"cannot read: {error.strerror}", where) from error
+            raise damage_error(f"cannot read: {error.strerror}", where) from error
         if not count or (at + count <= got and begin + got >= os.fstat(handle).st_size):
-            raise damaged(f"the file ends at byte {begin + got}, more were expected", where)
+            raise damage_error(f"the file ends at byte {begin + got}, more were expected", where)
         got = max(got, at + count)
 
 
@@ -104,20 +104,20 @@ class WindowReader:
         self,
         shards: Sequence[tuple[Part, int]],
         plans: Sequence[GroupPlan],
-        whole: Sequence[Array | None],
+        resident: Sequence[Array | None],
         options: TableOptions,
         *,
         chunk_steps: int,
     ) -> None:
         self._shards, self._chunk_steps = shards, chunk_steps
         self._history, self._rows = options.history, options.margin
-        steps = [part.dataset.manifest.shards[number].steps for part, number in shards]
+        steps = [task.dataset.manifest.shards[number].steps for task, number in shards]
         self._first_steps = np.cumsum([0, *steps])
-        self._whole, self._stored = list[tuple[int, UInt8Array]](), list[_Stored]()
+        self._resident, self._stored = list[tuple[int, UInt8Array]](), list[_Stored]()
         widest = []
-        for number, (plan, rows) in enumerate(zip(plans, whole, strict=True)):
+        for number, (plan, rows) in enumerate(zip(plans, resident, strict=True)):
             if rows is not None:
-                self._whole.append((number, rows.view(np.uint8)))
+                self._resident.append((number, rows.view(np.uint8)))
             else:
                 self._stored.append(_find(number, plan, shards))
                 widest.append(max(plan.row_bytes, int(self._stored[-1].row_bytes.max())))
@@ -159,30 +159,30 @@ class WindowReader:
             begin, end = origin + first[heads] * row_bytes, origin + ends[tails] * row_bytes
             begin -= begin % PAGE_BYTES
             room = end - begin + -end % PAGE_BYTES
-            place = at + np.cumsum(room) - room
+            positions = at + np.cumsum(room) - room
             at += int(room.sum())
-            reads += zip(begin.tolist(), end.tolist(), place.tolist(), strict=True)
-            starts.append(np.repeat(origin + place - begin, tails - heads + 1))
+            reads += zip(begin.tolist(), end.tolist(), positions.tolist(), strict=True)
+            starts.append(np.repeat(origin + positions - begin, tails - heads + 1))
         assert at + self._margin <= len(buffer), "the parts of a chunk have room"
         self._fill(shard, reads, buffer)
         row = low - self._history
         for column, start in zip(self._stored, starts, strict=True):
             begins = start + row * column.row_bytes[shard]
             self._lay(column, shard, buffer, begins, places.slots, targets[column.number])
-        for number, rows in self._whole:
+        for number, rows in self._resident:
             begins = (row + self._rows) * rows.shape[1]  # behind the margin
             _copy(rows.reshape(-1), begins, places.slots, targets[number])
 
     def _fill(self, shard: int, reads: Sequence[tuple[int, int, int]], buffer: UInt8Array) -> None:
         """Read parts of a shard into the buffer, again if the file was touched meanwhile."""
-        part, number = self._shards[shard]
-        dataset, is_same = part.dataset, False
+        task, number = self._shards[shard]
+        dataset, is_same = task.dataset, False
         path = dataset.path / dataset.manifest.shards[number].name
         while not is_same:
             with open(dataset.open_shard(number), "rb", buffering=0) as file:
                 _read_directly(file.fileno())
-                for begin, end, place in reads:
-                    memory = buffer[place : place + whole_pages(end - begin)]
+                for begin, end, position in reads:
+                    memory = buffer[position : position + whole_pages(end - begin)]
                     read_pages(file.fileno(), memory, begin, end - begin, str(path))
                 is_same = file_identity(file.fileno()) == dataset.identities[number]
 
@@ -203,11 +203,11 @@ class WindowReader:
         stored = self._rows * int(column.row_bytes[shard])
         windows, step = _windows(buffer, stored), max(COPY_BYTES // max(stored, target.itemsize), 1)
         for at in range(0, len(begins), step):
-            part = slice(at, at + step)
-            rows = windows[begins[part]].view(np.uint8).reshape(-1, stored // self._rows)
+            chunk = slice(at, at + step)
+            rows = windows[begins[chunk]].view(np.uint8).reshape(-1, stored // self._rows)
             # What lies around the rows of a window's episode may be any bits.
             with np.errstate(invalid="ignore", over="ignore"):
-                target[slots[part]] = lay(rows).reshape(-1).view(target.dtype)
+                target[slots[chunk]] = lay(rows).reshape(-1).view(target.dtype)
 
 
 def _find(number: int, plan: GroupPlan, shards: Sequence[tuple[Part, int]]) -> _Stored:
@@ -216,27 +216,27 @@ def _find(number: int, plan: GroupPlan, shards: Sequence[tuple[Part, int]]) -> _
     assert name is not None, "what is in no file is in memory"
     layouts = [
         (shard.header_bytes + tensor.start, tensor.bytes // shard.steps)
-        for part, number in shards
-        for shard in [part.dataset.manifest.shards[number]]
-        for tensor in part.dataset.manifest.tensors(shard)
+        for task, number in shards
+        for shard in [task.dataset.manifest.shards[number]]
+        for tensor in task.dataset.manifest.tensors(shard)
         if tensor.name == name
     ]
     offsets, row_bytes = np.array(layouts, np.int64).T
-    lays = {part.name: _lay_of(plan, name, part) for part in {part for part, _ in shards}}
+    lays = {task.name: _lay_of(plan, name, task) for task in {task for task, _ in shards}}
     return _Stored(
         number=number,
         history=field.history,
         row_bytes=row_bytes,
         offsets=offsets,
-        lay=[lays[part.name] for part, _ in shards],
+        lay=[lays[task.name] for task, _ in shards],
     )
 
 
-def _lay_of(plan: GroupPlan, name: str, part: Part) -> Lay | None:
+def _lay_of(plan: GroupPlan, name: str, task: Part) -> Lay | None:
     """Return the conversion of a part's stored rows to the table's; None: they are the same."""
-    column, single = part.dataset.spec[name], None
+    column, single = task.dataset.spec[name], None
     if plan.final:  # normalised by the moments of each task
-        single = standard_fields(part.dataset, normalize_states=True)[name]
+        single = standard_fields(task.dataset, normalize_states=True)[name]
     elif (column.dtype, prod(column.shape)) == (plan.dtype, plan.width):
         return None
 
@@ -265,8 +265,8 @@ def _margin_bytes(row_bytes: Sequence[int], rows: int) -> int:
 
 def _windows(buffer: UInt8Array, window: int) -> Array:
     """Return one element for each byte of a buffer: the `window` bytes that begin there."""
-    kind = np.dtype((np.void, window))
-    return np.ndarray((buffer.size - window + 1,), kind, buffer.data, 0, (1,))
+    dtype = np.dtype((np.void, window))
+    return np.ndarray((buffer.size - window + 1,), dtype, buffer.data, 0, (1,))
 
 
 def _copy(buffer: UInt8Array, begins: Int64Array, slots: Int64Array, target: Array) -> None:

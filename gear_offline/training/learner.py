@@ -459,4 +459,5 @@ def _normalized_by(dataset: Dataset, window: Window, observations: Sequence[str]
             moments = {"mean": column.state_mean, "std": column.state_std}
             update = {key: np.array(v).reshape(own.mean.shape) for key, v in moments.items()}
             statistics[name] = own.model_copy(update=update)
-    return replace(dataset, manifest=dataset.manifest.replaced(statistics=statistics), frozen=True)
+    manifest = dataset.manifest.replace_fields(statistics=statistics)
+    return replace(dataset, manifest=manifest, frozen=True)

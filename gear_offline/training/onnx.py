@@ -21,7 +21,7 @@ from gear_offline.core.files import check_new_file, write_file, writing
 from gear_offline.core.torch_state import torch_defaults
 from gear_offline.errors import InputError, given_path, package_needed
 from gear_offline.models.base import calling_model, evaluation_mode
-from gear_offline.models.policy import Policy, acted
+from gear_offline.models.policy import Policy, predict_actions
 from gear_offline.training.trained import load_policy
 
 OPSET = 20
@@ -181,7 +181,7 @@ class _ActingModel(nn.Module):
             blanks = [x.new_zeros(x.shape[0], left, *x.shape[2:]) for x in inputs]
             inputs = [torch.cat(pair, 1) for pair in zip(inputs, blanks, strict=True)]
         features, actions, asked, timesteps = inputs
-        return acted(self.model, features, actions, asked, timesteps, place)
+        return predict_actions(self.model, features, actions, asked, timesteps, place)
 
 
 def _example(policy: Policy, length: int) -> tuple[Any, ...]:
