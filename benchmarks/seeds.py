@@ -203,7 +203,7 @@ def beside(folders: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         rows.append(row | {"versus": None if name == first else difference(*values)})
     adjusted = holm([row["versus"] and row["versus"].t_p for row in rows])
     for row, p in zip(rows, adjusted, strict=True):
-        row["versus"] = row["versus"] and asdict(row["versus"].corrected(p))
+        row["versus"] = row["versus"] and asdict(row["versus"].apply_correction(p))
     return rows
 
 

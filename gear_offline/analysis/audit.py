@@ -77,7 +77,7 @@ class Audit(Document):
             return
         table = Table("check", "what looks wrong", "what to do", box=None, pad_edge=False)
         for finding in self.findings:
-            places = ", ".join(":".join(map(str, place)) for place in finding.places)
+            places = ", ".join(":".join(map(str, location)) for location in finding.places)
             more = ", ..." if finding.count > len(finding.places) > 0 else ""
             where = f" ({places}{more})" if places else ""
             table.add_row(finding.check, finding.what + where, finding.remedy)
@@ -124,26 +124,28 @@ def audit(
     >>> page.findings[-1].check
     'shared'
     """
-    data, *others = (
+    data, *peers = (
         source if isinstance(source, Dataset) else open_dataset(source, verify=False)
         for source in (dataset, *against)
     )
-    for other in others:
-        if (foreign := _compared(other)) != (own := _compared(data)):
-            what, remedy = f"{other.path} has {foreign}, {data.path} {own}", "compare like columns"
-            raise InputError("COLUMN", what, "against", remedy)
+    for peer in peers:
+        if (foreign := _describe_columns(peer)) != (columns := _describe_columns(data)):
+            what = f"{peer.path} has {foreign}, {data.path} {columns}"
+            raise InputError("COLUMN", what, "against", "compare like columns")
     steps, shared = _Steps(data), list[Finding]()
-    total = sum(each.spec.steps for each in (data, *others))
+    total = sum(each.spec.steps for each in (data, *peers))
     with Progress(f"audit {data.path.name}", total=total, unit="steps", quiet=quiet) as progress:
         for first, rows in _pieces(data, [column.name for column in data.spec]):
             progress.advance(steps.read(first, rows))
-        for other in others:
-            digests = _Digests(other)
-            for first, rows in _pieces(other, [name for name in COMPARED if name in other.spec]):
+        for peer in peers:
+            digests = _Digests(peer)
+            for first, rows in _pieces(peer, [name for name in COMPARED if name in peer.spec]):
                 progress.advance(digests.update(first, rows))
             alike = {*digests.done}
-            both = [e for e, digest in enumerate(steps.digests.done) if digest in alike]
-            shared += _found("shared", both, f"of {len(data):,} are|is in {other.path} too")
+            shared_episodes = [e for e, digest in enumerate(steps.digests.done) if digest in alike]
+            shared += _make_findings(
+                "shared", shared_episodes, f"of {len(data):,} are|is in {peer.path} too"
+            )
     return Audit(
         path=str(data.path),
         episodes=len(data),
@@ -172,14 +174,17 @@ class _Digests:
 
     def update(self, first: int, columns: Columns) -> int:
         """Add rows from `first` on; return how many."""
-        parts = [columns[name] for name in COMPARED if name in columns]
-        parts = [part.astype(np.float32) if part.dtype.kind == "f" else part for part in parts]
+        arrays = [columns[name] for name in COMPARED if name in columns]
+        arrays = [
+            array.astype(np.float32) if array.dtype.kind == "f" else array for array in arrays
+        ]
         stop = first + len(next(iter(columns.values())))
         bounds = self._offsets[self._offsets.searchsorted(first, "right") :]
         ends = bounds[: bounds.searchsorted(stop, "right")].tolist()
         for begin, end in pairwise([first, *ends, *[stop] * (not ends or ends[-1] < stop)]):
-            for state, part in zip(self._hashes, parts, strict=True):
-                state.update(np.ascontiguousarray(part[begin - first : end - first]).data.cast("B"))
+            for state, array in zip(self._hashes, arrays, strict=True):
+                rows = np.ascontiguousarray(array[begin - first : end - first])
+                state.update(rows.data.cast("B"))
             if end == self._offsets[len(self.done) + 1]:
                 self.done.append(b"".join(state.digest() for state in self._hashes))
                 for state in self._hashes:
@@ -231,16 +236,18 @@ class _Steps:
         steps = places - offsets[numbers]
         names = [n for n in ("observations", "next_observations") if n in columns]
         lead = len(self._before.get("observations", ()))  # the row before the first one, or none
-        seen = {n: np.concatenate([self._before.get(n, columns[n][:0]), columns[n]]) for n in names}
+        extended = {
+            n: np.concatenate([self._before.get(n, columns[n][:0]), columns[n]]) for n in names
+        }
         self._before = {name: columns[name][-1:] for name in names}
         if np.isfinite(self._limit):
-            far = np.flatnonzero(self._scores(_moves(seen["observations"])) > self._limit)
+            far = np.flatnonzero(self._scores(_moves(extended["observations"])) > self._limit)
             self._jumps.add(numbers[far + 1 - lead], steps[far + 1 - lead])
         if len(names) == 2:
-            shown, reached = seen["observations"][1:], seen["next_observations"][:-1]
-            if shown.shape == reached.shape:
-                other = (shown != reached) & ((shown == shown) | (reached == reached))
-                unlike = np.flatnonzero(other.reshape(len(other), -1).any(1))
+            observed, reached = extended["observations"][1:], extended["next_observations"][:-1]
+            if observed.shape == reached.shape:
+                differs = (observed != reached) & ((observed == observed) | (reached == reached))
+                unlike = np.flatnonzero(differs.reshape(len(differs), -1).any(1))
                 self._unlike.add(numbers[unlike + 1 - lead], steps[unlike + 1 - lead])
         for name in (column.name for column in self._data.spec if column.dtype.kind == "f"):
             facts, rows = self._data.statistics[name], columns[name].reshape(len(columns[name]), -1)
@@ -259,30 +266,32 @@ class _Steps:
             "inside episodes go|goes farther than the data's own steps: an episode boundary may be "
         )
         jumps, unlike = self._jumps, self._unlike
-        yield from _found("boundary", jumps.first, what + "missing before", count=jumps.count)
+        yield from _make_findings(
+            "boundary", jumps.first, what + "missing before", count=jumps.count
+        )
         what = "show|shows another observation than next_observations of the step before"
-        yield from _found("boundary", unlike.first, what, count=unlike.count)
+        yield from _make_findings("boundary", unlike.first, what, count=unlike.count)
         shares = np.atleast_1d(self._clipped) / self._data.spec.steps
         what = f"of actions lie|lies on an extreme in up to {shares.max():.0%} of the steps"
-        yield from _found("clipped", np.flatnonzero(shares > CLIPPED_SHARE), what)
+        yield from _make_findings("clipped", np.flatnonzero(shares > CLIPPED_SHARE), what)
         for name, first in self._outliers.items():
             what = (
                 f"of {name} reach|reaches more than {OUTLIER:g} standard deviations from the mean"
             )
-            yield from _found("outlier", first.values(), what)
+            yield from _make_findings("outlier", first.values(), what)
         times = Counter(self.digests.done)
         several = [e for e, digest in enumerate(self.digests.done) if times[digest] > 1]
-        yield from _found("repeated", several, "are|is in the dataset more than once")
+        yield from _make_findings("repeated", several, "are|is in the dataset more than once")
 
 
 def _columns(data: Dataset) -> Iterator[Finding]:
     for name, facts in data.statistics.items():
-        yield from _found(
+        yield from _make_findings(
             "nonfinite", (), f"of {name} are|is NaN or infinite", count=facts.nonfinite
         )
         if name in COMPARED:
             constant = np.flatnonzero(facts.std.reshape(-1) == 0)
-            yield from _found("constant", constant, f"of {name} never change|changes")
+            yield from _make_findings("constant", constant, f"of {name} never change|changes")
 
 
 def _endings(data: Dataset) -> Iterator[Finding]:
@@ -290,13 +299,15 @@ def _endings(data: Dataset) -> Iterator[Finding]:
     names = [column.name for column in data.spec]
     odd = odd_episodes(lengths, data.terminated, source.rule, source.attributes, names)
     for episodes, what, remedy in odd:
-        for finding in _found("ending", episodes, what):
+        for finding in _make_findings("ending", episodes, what):
             yield replace(finding, remedy=f"convert it again: {remedy}")
     if lengths[-1] == source.attributes.get("unfinished_tail_steps"):
-        yield from _found("ending", [len(lengths) - 1], "at the end is unfinished: it has no flag")
+        yield from _make_findings(
+            "ending", [len(lengths) - 1], "at the end is unfinished: it has no flag"
+        )
     open_ends = np.flatnonzero(~(data.terminated | data.truncated))
     if open_ends.size > 1:  # the last one is often cut
-        yield from _found("ending", open_ends, "end without a flag")
+        yield from _make_findings("ending", open_ends, "end without a flag")
 
 
 def _bounds(data: Dataset) -> Iterator[Finding]:
@@ -304,30 +315,31 @@ def _bounds(data: Dataset) -> Iterator[Finding]:
     if data.environment_id is None or "actions" not in data.spec:
         return
     try:
-        known = probe(data.environment_id, data.environment_options)
+        environment = probe(data.environment_id, data.environment_options)
     except GearError:
         return
     facts = data.statistics["actions"]
-    low, high, least, most = facts.min.reshape(-1), facts.max.reshape(-1), known.low, known.high
-    if known.discrete:
-        least, most = np.zeros(1, np.float32), np.full(1, known.choices - 1, np.float32)
+    low, high = facts.min.reshape(-1), facts.max.reshape(-1)
+    least, most = environment.low, environment.high
+    if environment.discrete:
+        least, most = np.zeros(1, np.float32), np.full(1, environment.choices - 1, np.float32)
     elif least.size != low.size:
         return
     beyond = np.flatnonzero((low < least - 1e-6) | (high > most + 1e-6))
     if beyond.size:
         what = f"of actions reach|reaches {low[beyond].min():.4g} to {high[beyond].max():.4g}; "
         what += f"{data.environment_id} takes {least.min():g} to {most.max():g}"
-        yield from _found("bounds", beyond, what)
+        yield from _make_findings("bounds", beyond, what)
 
 
-def _found(
+def _make_findings(
     check: str, places: Iterable[Any], what: str, *, count: int | None = None
 ) -> Iterator[Finding]:
     """Yield a finding for `places` (numbers or tuples) or a `count`, if there are any.
 
     Of the first verb ``PLURAL|SINGULAR`` in `what` the one that the count takes stays.
     """
-    every = [place if isinstance(place, tuple) else (int(place),) for place in places]
+    every = [location if isinstance(location, tuple) else (int(location),) for location in places]
     if count := len(every) if count is None else count:
         (noun, remedy), first = CHECKS[check], tuple(every[:EXAMPLES])
         what = re.sub(r"(\w+)\|(\w+)", r"\2" if count == 1 else r"\1", what, count=1)
@@ -347,17 +359,17 @@ def _sample(data: Dataset) -> Iterator[Array]:
     most = int(np.clip(SAMPLED_BYTES // (SAMPLED_STEPS * max(step_bytes, 1)), 10, SAMPLED_PARTS))
     offsets = data.episodes.offsets
     ends = np.cumsum(-(-data.episodes.lengths // SAMPLED_STEPS))  # parts of an episode and before
-    for part in np.unique(np.linspace(0, ends[-1] - 1, min(int(ends[-1]), most)).astype(int)):
-        number = int(ends.searchsorted(part, "right"))
+    for chunk in np.unique(np.linspace(0, ends[-1] - 1, min(int(ends[-1]), most)).astype(int)):
+        number = int(ends.searchsorted(chunk, "right"))
         first = int(offsets[number]) + SAMPLED_STEPS * int(
-            part - (ends[number - 1] if number else 0)
+            chunk - (ends[number - 1] if number else 0)
         )
         stop = min(first + SAMPLED_STEPS, int(offsets[number + 1]))
         yield data.read("observations", first, stop)
 
 
-def _compared(data: Dataset) -> str:
+def _describe_columns(data: Dataset) -> str:
     """Describe the columns that make two episodes of datasets the same."""
-    kept = [data.spec[name] for name in COMPARED if name in data.spec]
-    kinds = [(c.name, "float" if c.dtype.kind == "f" else c.dtype, c.shape) for c in kept]
-    return ", ".join(f"{name} {kind}{list(shape)}" for name, kind, shape in kinds)
+    specs = [data.spec[name] for name in COMPARED if name in data.spec]
+    kinds = [(c.name, "float" if c.dtype.kind == "f" else c.dtype, c.shape) for c in specs]
+    return ", ".join(f"{name} {type_text}{list(shape)}" for name, type_text, shape in kinds)

@@ -153,21 +153,22 @@ def blame(
     recipe = opened.recipe
     if recipe.data.admit_every is not None:
         raise _unknown(opened, "the data grew while the run trained")
-    asked, last = last, min(last, recipe.train.batch_of(recipe.train.steps - 1))
-    batches, past = _taken(recipe, max(0, first), last + 1), _taken(recipe, 0, first)
+    requested, last = last, min(last, recipe.train.batch_of(recipe.train.steps - 1))
+    batches, past = _list_batches(recipe, max(0, first), last + 1), _list_batches(recipe, 0, first)
     if not len(batches):
-        what, remedy = f"no batches from {first} to {asked}", f"the run has those of 0 to {last}"
+        what = f"no batches from {first} to {requested}"
+        remedy = f"the run has those of 0 to {last}"
         raise InputError("USAGE", what, str(opened.path), remedy)
-    ordinary = _taken(recipe, max(0, first - len(batches)), first)
+    ordinary = _list_batches(recipe, max(0, first - len(batches)), first)
     if not len(ordinary):
-        ordinary = _taken(recipe, last + 1, last + 1 + len(batches))
+        ordinary = _list_batches(recipe, last + 1, last + 1 + len(batches))
     saved = list_checkpoints(opened.path / "checkpoints")
     if not saved:
         raise no_run(opened.path)
     earlier = [entry for entry in saved if recipe.train.batch_of(entry[0]) <= first]
     checkpoint = read_checkpoint((earlier or saved[:1])[-1][1], training=False)
-    here: dict[str, Any] = {"device": device, "engine": "auto", "placement": "auto", "world": None}
-    with GearLoader.of_recipe(recipe, **here) as loader:
+    options: Any = {"device": device, "engine": "auto", "placement": "auto", "world": None}
+    with GearLoader.of_recipe(recipe, **options) as loader:
         if loader.loss_sampler is not None:
             raise _unknown(opened, f"what {loader.selection.name} drew depends on losses")
         loader.load_state_dict(checkpoint.state.loader)  # refuses other data
@@ -175,11 +176,13 @@ def blame(
         trained = trained_model(checkpoint, typed_model(model)).model
         windows = _windows(loader, trained, numbers, opened.name, quiet)
     is_blamed = (windows["batch"] >= first) & (windows["batch"] <= last)
-    blamed, others = windows[is_blamed], windows[~is_blamed]
-    loss, usual = (float(np.average(w["loss"], weights=w["steps"])) for w in (blamed, others))
-    seen = _draws(loader.selection, recipe, past)
+    blamed, ordinary_windows = windows[is_blamed], windows[~is_blamed]
+    loss, usual = (
+        float(np.average(w["loss"], weights=w["steps"])) for w in (blamed, ordinary_windows)
+    )
+    counts = _draws(loader.selection, recipe, past)
     share = len(batches) / max(1, len(past))
-    episodes = _episodes(blamed, loader.dataset, usual, seen, share)
+    episodes = _episodes(blamed, loader.dataset, usual, counts, share)
     spike = next((s for s in find_spikes(opened) if s.first <= last and s.last >= first), None)
     explained = None
     if spike is not None:  # sums over batches: a record may have more of them than are asked for
@@ -206,7 +209,7 @@ def _unknown(run: Run, what: str) -> InputError:
     return InputError("SELECTION", what, str(run.path), remedy)
 
 
-def _taken(recipe: Recipe, first: int, end: int) -> Int64Array:
+def _list_batches(recipe: Recipe, first: int, end: int) -> Int64Array:
     """Return (n,) the batches from `first` to before `end` that are not skipped."""
     numbers = np.arange(first, end)
     for low, high in recipe.train.skip:
@@ -220,51 +223,52 @@ def _windows(
 ) -> npt.NDArray[Any]:
     """Return (w,) the windows of some batches, with their losses under the weights of a model."""
     model.train(False).to(loader.device)
-    parts, total = [], len(batches)
+    tables, total = [], len(batches)
     with Progress(f"blame {name}", total=total, unit="batches", quiet=quiet) as progress:
         for number in batches:
             batch = loader.batch_at(number)
             mask = batch.attention_mask
             losses = segment_losses(total_loss(model.losses(batch)).float(), mask)
-            part = np.empty(len(batch.segments), WINDOW)
-            part["batch"], part["loss"] = number, losses.double().cpu().numpy()
-            part["episode"], part["start"] = batch.segments.cpu().numpy().T
-            part["steps"] = mask.sum(1).cpu().numpy()
-            parts.append(part)
+            table = np.empty(len(batch.segments), WINDOW)
+            table["batch"], table["loss"] = number, losses.double().cpu().numpy()
+            table["episode"], table["start"] = batch.segments.cpu().numpy().T
+            table["steps"] = mask.sum(1).cpu().numpy()
+            tables.append(table)
             progress.advance(1)
-    return np.concatenate(parts)
+    return np.concatenate(tables)
 
 
 def _draws(sampler: Sampler, recipe: Recipe, batches: Int64Array) -> Int64Array:
     """Return (E,): windows of each episode in rising `batches` (n,)."""
     counts, size = np.zeros(sampler.index.episodes, np.int64), recipe.loader.batch_size
     at_once = max(1, DRAWS_AT_ONCE // size)
-    for place in range(0, len(batches), at_once):
-        part = batches[place : place + at_once]
-        first, end = int(part[0]), int(part[-1]) + 1
-        drawn = sampler.sample(recipe.seed, first, end - first, size).episodes[part - first]
-        counts += np.bincount(drawn.reshape(-1), minlength=counts.size)
+    for begin in range(0, len(batches), at_once):
+        chunk = batches[begin : begin + at_once]
+        first, end = int(chunk[0]), int(chunk[-1]) + 1
+        episodes = sampler.sample(recipe.seed, first, end - first, size).episodes[chunk - first]
+        counts += np.bincount(episodes.reshape(-1), minlength=counts.size)
     return counts
 
 
 def _episodes(
-    windows: npt.NDArray[Any], data: TableData, usual: float, seen: Int64Array, share: float
+    windows: npt.NDArray[Any], data: TableData, usual: float, counts: Int64Array, share: float
 ) -> tuple[BlamedEpisode, ...]:
-    """Return the episodes of windows, those that add most first; `share` of `seen` is usual."""
+    """Return the episodes of windows, those that add most first; `share` of `counts` is usual."""
     real, rows = int(windows["steps"].sum()), []
     for episode in np.unique(windows["episode"]).tolist():
-        own = windows[windows["episode"] == episode]
-        steps, total = own["steps"].sum(), float(own["steps"] @ own["loss"])
-        worst = own[own["loss"].argmax()]
+        episode_windows = windows[windows["episode"] == episode]
+        steps = episode_windows["steps"].sum()
+        total = float(episode_windows["steps"] @ episode_windows["loss"])
+        worst = episode_windows[episode_windows["loss"].argmax()]
         rows.append(
             BlamedEpisode(
                 episode=episode,
                 source=_source(data, episode),
                 episode_return=float(data.returns[episode]),
                 length=int(data.episodes.lengths[episode]),
-                drawn=len(own),
-                usual=float(seen[episode] * share),
-                seen=int(seen[episode]),
+                drawn=len(episode_windows),
+                usual=float(counts[episode] * share),
+                seen=int(counts[episode]),
                 loss=float(total / steps),
                 adds=float((total - steps * usual) / real),
                 batch=int(worst["batch"]),
@@ -278,15 +282,15 @@ def _source(data: TableData, episode: int) -> str:
     """Return the source of an episode, as far as its dataset says."""
     if isinstance(data, JointDataset):
         task = int(np.searchsorted(data.first_episodes, episode, side="right")) - 1
-        part = data.tasks[task]
-        return f"{part.name}: {_source(part.dataset, episode - int(data.first_episodes[task]))}"
+        member = data.tasks[task]
+        return f"{member.name}: {_source(member.dataset, episode - int(data.first_episodes[task]))}"
     source, number = data.manifest.source, episode
     if {"picked", "edits"} & set(source.attributes):
         return f"episode {episode} of what is kept of {source.uri}"
     if len(source.files) == len(data) > 1:
         return source.files[episode].name
-    parts = [part for part in source.attributes.get("part_episodes", ()) if len(part) == 2]
-    for uri, count in parts:  # the first of many
+    sources = [pair for pair in source.attributes.get("part_episodes", ()) if len(pair) == 2]
+    for uri, count in sources:  # the first of many
         if number < count:
             return f"episode {number} of {uri}"
         number -= count

@@ -64,7 +64,7 @@ def _p(value: float | None) -> str:
     return "-" if value is None else "< 0.001" if value < 0.001 else f"{value:.2g}"
 
 
-def _drawn(comparison: Comparison) -> dict[str, Draws]:
+def _collect_draws(comparison: Comparison) -> dict[str, Draws]:
     return {s.label: s.draws for s in comparison.strategies if s.draws is not None}
 
 
@@ -87,7 +87,9 @@ def print_comparison(comparison: Comparison, *, console: Terminal | None = None)
     console = console or Terminal()
     console.print(comparison.verdict, style="bold")
     rows = {outcome.label: learned_cells(outcome) for outcome in comparison.outcomes}
-    rows = rows or {label: drawn_cells(draws) for label, draws in _drawn(comparison).items()}
+    rows = rows or {
+        label: drawn_cells(draws) for label, draws in _collect_draws(comparison).items()
+    }
     headings = [name for name in next(iter(rows.values()), {}) if name in MAIN]
     cells = [[label, *(row[name] for name in headings)] for label, row in rows.items()]
     print_table(console, ["strategy", *headings], cells)
@@ -105,7 +107,7 @@ def write_comparison(comparison: Comparison, folder: Path) -> None:
 
 
 def render(comparison: Comparison) -> str:
-    drawn = _drawn(comparison)
+    draws_by_label = _collect_draws(comparison)
     facts, *problems = _remarks(comparison)
     return render_page(
         Path(__file__).with_name("page.html.j2"),
@@ -114,9 +116,9 @@ def render(comparison: Comparison) -> str:
         name=comparison.data.path.rstrip("/").rpartition("/")[2],
         facts=facts,
         problems=problems,
-        drawn={label: drawn_cells(draws) for label, draws in drawn.items()},
+        drawn={label: drawn_cells(draws) for label, draws in draws_by_label.items()},
         learned={outcome.label: learned_cells(outcome) for outcome in comparison.outcomes},
-        picture=_drawn_picture(comparison) if drawn else None,
+        picture=_drawn_picture(comparison) if draws_by_label else None,
     )
 
 
@@ -126,12 +128,12 @@ def _drawn_picture(comparison: Comparison) -> str:
     returns, coverage = figure.subplots(2, 1)
     edges = np.array(data.edges[1:])
     returns.fill_between(edges, 100 * np.cumsum(data.returns), color=plots.FAINT, label="the data")
-    for place, (label, draws) in enumerate(_drawn(comparison).items()):
+    for index, (label, draws) in enumerate(_collect_draws(comparison).items()):
         count = len(plots.SERIES)
-        colour, dash = plots.SERIES[place % count], DASHES[place // count % len(DASHES)]
+        colour, dash = plots.SERIES[index % count], DASHES[index // count % len(DASHES)]
         returns.plot(edges, 100 * np.cumsum(draws.returns), dash, color=colour)
-        batches, seen = zip(*draws.coverage, strict=True)
-        points = (0, *batches), 100 * np.array([0, *seen])
+        batches, shares = zip(*draws.coverage, strict=True)
+        points = (0, *batches), 100 * np.array([0, *shares])
         coverage.plot(*points, dash, color=colour, label=plots.label(label))
     plots.dress(returns, x="return of the episode (grey: the data)", y="% of draws up to it")
     plots.dress(coverage, x="batches", y="% of starts drawn so far")

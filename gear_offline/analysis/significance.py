@@ -40,7 +40,7 @@ class Difference:
     holm_p: float | None = None  # ... after Holm's correction
     verdict: str = "too few seeds"  # one of `VERDICTS`, after correction
 
-    def corrected(self, p: float | None) -> Difference:
+    def apply_correction(self, p: float | None) -> Difference:
         """Return it with the corrected `p` of its t test, and what that says."""
         verdict = "higher" if self.mean > 0 else "lower"
         if self.pairs < LEAST_PAIRS:
@@ -93,9 +93,9 @@ def compare(trials: Sequence[TrialResult]) -> tuple[str, list[Outcome]]:
         step, latest = at_one_step(complete, metric)
         values = {result.trial.recipe.seed: value for result, value in latest}
         scores = [result.curves.get("normalized_score", {}).get(step) for result, _ in latest]
-        known = [score for score in scores if score is not None]
-        there = {result.trial.name for result, _ in latest}
-        lacking = [result for result in complete if result.trial.name not in there]
+        complete_scores = [score for score in scores if score is not None]
+        names = {result.trial.name for result, _ in latest}
+        lacking = [result for result in complete if result.trial.name not in names]
         failures = [(result.trial.name, str(result.error)) for result in members if result.error]
         why = f"no {metric} at step {step:,}"
         failures += [(result.trial.name, result.unplayed or why) for result in lacking]
@@ -110,21 +110,23 @@ def compare(trials: Sequence[TrialResult]) -> tuple[str, list[Outcome]]:
                 label=label,
                 seeds=tuple(values),
                 final=estimate(list(values.values())) if values else None,
-                score=estimate(known) if known and len(known) == len(latest) else None,
+                score=estimate(complete_scores)
+                if complete_scores and len(complete_scores) == len(latest)
+                else None,
                 versus=versus,
                 failures=tuple(failures),
             )
         )
     adjusted = holm([None if o.versus is None else o.versus.t_p for o in outcomes])
     return metric, [
-        replace(o, versus=o.versus and o.versus.corrected(p))
+        replace(o, versus=o.versus and o.versus.apply_correction(p))
         for o, p in zip(outcomes, adjusted, strict=True)
     ]
 
 
-def difference(new: Sequence[float], baseline: Sequence[float]) -> Difference:
+def difference(results: Sequence[float], baseline: Sequence[float]) -> Difference:
     """Compare n results with those of the baseline for the same seeds, in the same order."""
-    differences = np.asarray(new, np.float64) - np.asarray(baseline, np.float64)
+    differences = np.asarray(results, np.float64) - np.asarray(baseline, np.float64)
     pairs, mean = differences.size, float(differences.mean())
     if pairs < 2:
         return Difference(pairs=pairs, mean=mean)
@@ -139,9 +141,9 @@ def difference(new: Sequence[float], baseline: Sequence[float]) -> Difference:
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
     """Return p values adjusted by Holm's step-down method; None stays and does not count."""
-    known = sorted(p for p in values if p is not None)
-    raised = [min(1.0, p * (len(known) - rank)) for rank, p in enumerate(known)]
-    adjusted = dict(zip(known, accumulate(raised, max), strict=True))
+    p_values = sorted(p for p in values if p is not None)
+    raised = [min(1.0, p * (len(p_values) - rank)) for rank, p in enumerate(p_values)]
+    adjusted = dict(zip(p_values, accumulate(raised, max), strict=True))
     return [None if p is None else adjusted[p] for p in values]
 
 
@@ -154,8 +156,8 @@ def verdict_text(outcomes: Sequence[Outcome]) -> str:
     seeds = count_text(pairs, "seed")
     if pairs < LEAST_PAIRS:
         return f"{seeds} cannot tell strategies apart: that takes {LEAST_PAIRS}, better more."
-    parts = []
+    clauses = []
     for verdict in VERDICTS:
         if labels := [label for label, versus in compared if versus.verdict == verdict]:
-            parts.append(f"{verdict}: {', '.join(labels)}")
-    return f"Against {outcomes[0].label}, {'; '.join(parts)} ({seeds}, paired t test, Holm)."
+            clauses.append(f"{verdict}: {', '.join(labels)}")
+    return f"Against {outcomes[0].label}, {'; '.join(clauses)} ({seeds}, paired t test, Holm)."

@@ -88,25 +88,27 @@ def compare_strategies(
     TrainingInterrupted
         ``INTERRUPTED``; the page shows what there is.
     """
-    whole = load_recipe(recipe, with_value(overrides, "model.kind", model))
-    folder = given_path(out or f"runs/{whole.name}-strategies", "OUTPUT_WRITE", where="out")
-    candidates = parse_candidates(strategies, whole)
-    numbers = parse_seeds(seeds, whole.seed)
-    if train and whole.evaluate.episodes == 0:
+    full_recipe = load_recipe(recipe, with_value(overrides, "model.kind", model))
+    folder = given_path(out or f"runs/{full_recipe.name}-strategies", "OUTPUT_WRITE", where="out")
+    candidates = parse_candidates(strategies, full_recipe)
+    numbers = parse_seeds(seeds, full_recipe.seed)
+    if train and full_recipe.evaluate.episodes == 0:
         what = "strategies are compared by their returns, but evaluate.episodes is 0"
         raise InputError("USAGE", what, remedy="leave out --train to see what strategies draw")
     check_folder(folder, output=folder)  # before anything is drawn
-    dataset = prepare_dataset(whole, quiet=quiet)
-    comparison = _measured(whole, candidates, dataset, quiet=quiet)
+    dataset = prepare_dataset(full_recipe, quiet=quiet)
+    comparison = _measure_candidates(full_recipe, candidates, dataset, quiet=quiet)
     if train:
         pairs = zip(candidates, comparison.strategies, strict=True)
         usable = [candidate for candidate, row in pairs if row.draws is not None]
-        trials = _trials(whole, usable, numbers)
-        place = folder / "training"
+        trials = _trials(full_recipe, usable, numbers)
+        sweep_folder = folder / "training"
         try:
-            sweep = run_trials(trials, place, parallel=parallel, exact=exact, ray=ray, quiet=quiet)
+            sweep = run_trials(
+                trials, sweep_folder, parallel=parallel, exact=exact, ray=ray, quiet=quiet
+            )
         except TrainingInterrupted:
-            write_comparison(_with_outcomes(comparison, read_sweep(place)), folder)
+            write_comparison(_with_outcomes(comparison, read_sweep(sweep_folder)), folder)
             raise
         comparison = _with_outcomes(comparison, sweep)
     write_comparison(comparison, folder)
@@ -119,7 +121,7 @@ def _with_outcomes(comparison: Comparison, sweep: SweepResult) -> Comparison:
     return replace(comparison, metric=metric, outcomes=tuple(results), verdict=verdict)
 
 
-def _measured(
+def _measure_candidates(
     recipe: Recipe, candidates: Sequence[Candidate], dataset: TableData, *, quiet: bool
 ) -> Comparison:
     """Measure what candidates draw; one that cannot run on the data is named with the reason."""
@@ -128,7 +130,7 @@ def _measured(
     rows = []
     title, total = count_text(len(candidates), "strategy", "strategies"), len(candidates) * batches
     with Progress(title, total=total, unit="batches", quiet=quiet) as progress:
-        for place, candidate in enumerate(candidates):
+        for index, candidate in enumerate(candidates):
             settings = SelectionSettings(strategy=candidate.strategy, **candidate.options)
             try:
                 sampler = recipe_sampler(recipe, dataset, settings)
@@ -137,7 +139,7 @@ def _measured(
             except GearError as error:
                 say(f"{candidate.label}: {error.message}", quiet=quiet)
                 rows.append(replace(candidate, error=error.message))
-                progress.update((place + 1) * batches)
+                progress.update((index + 1) * batches)
     verdict = "None of the strategies can run on these data."
     if means := sorted((row.draws.mean_return, row.label) for row in rows if row.draws):
         low, high = (f"{short(value)} ({label})" for value, label in (means[0], means[-1]))

@@ -183,8 +183,8 @@ class _Acting:
     algorithm: str = "gear-offline"
 
     def act(self, observation: Array, generator: np.random.Generator) -> Array:
-        own = generator if self.policy.stochastic else None
-        return np.asarray(self.policy.act(observation[None], generator=own)[0])
+        policy_generator = generator if self.policy.stochastic else None
+        return np.asarray(self.policy.act(observation[None], generator=policy_generator)[0])
 
     def observe(self, reward: float, action: Array) -> None:
         self.policy.observe_reward([reward], actions=action[None])
@@ -203,7 +203,8 @@ def play_in_worker(
     episodes: int | None,
 ) -> None:
     """Play episodes until there are enough, or the run has ended; send each one's facts."""
-    appender, policy, step, played, seen = Appender(data), None, -1, 0, list[tuple[int, Path]]()
+    appender, policy, step, played = Appender(data), None, -1, 0
+    last_listing = list[tuple[int, Path]]()
     summary = run / "summary.json"
     with Player(known.make()) as player:
         while episodes is None or played < episodes:
@@ -211,8 +212,8 @@ def play_in_worker(
             if episodes is None and is_over:
                 return
             newest = list_checkpoints(run / "checkpoints")[-1:]
-            if policy is None or (newest and newest != seen):  # a damaged one is told once
-                seen = newest
+            if policy is None or (newest and newest != last_listing):  # a damaged one is told once
+                last_listing = newest
                 trained = find_trained(run, model=model)
                 policy, step = trained.policy(), trained.facts.step or 0
             policy.reset(target)

@@ -179,8 +179,8 @@ class Training:
         best, low = self.best, min(0.0, *(snapshot.mean_return for snapshot in self.snapshots))
         way = [s for s in self.snapshots if s.attempt == best.attempt]
         way = [s for s in way if s.iteration <= best.iteration]
-        wanted = low + level * (best.mean_return - low)
-        return min(way, key=lambda s: abs(s.mean_return - wanted))
+        level_return = low + level * (best.mean_return - low)
+        return min(way, key=lambda s: abs(s.mean_return - level_return))
 
     def direction(self, at: Iteration, number: int) -> Float64Array:
         """Return one of the N directions (A, S) that an iteration tries."""
@@ -213,11 +213,11 @@ class Training:
         share, enough = steps / int(lengths.sum()), False
         while not enough:
             # Rollout j is taken where the line j * share passes an integer.
-            taken = np.diff(np.floor(np.arange(len(lengths) + 1) * min(1.0, share))) > 0
-            enough = share >= 1.0 or int(lengths[taken].sum()) >= steps
+            mask = np.diff(np.floor(np.arange(len(lengths) + 1) * min(1.0, share))) > 0
+            enough = share >= 1.0 or int(lengths[mask].sum()) >= steps
             share *= 1.02
         rollouts = ((at, number) for at in pool for number in range(len(at.lengths)))
-        for at, number in compress(rollouts, taken):
+        for at, number in compress(rollouts, mask):
             yield self.rollout_plan(at, number)
 
 
@@ -274,13 +274,15 @@ def _attempt(crew: Crew, training: Training, progress: Progress) -> None:
         number += 1
         used = training.steps >= min(began + allowed, options.train_steps)
         if used or number % EVALUATE_EVERY == 0:
-            snapshot = _evaluated(crew, training, policy, number)
+            snapshot = _evaluate_policy(crew, training, policy, number)
             training.snapshots.append(snapshot)
             if options.promising is not None and snapshot.mean_return >= options.promising:
                 allowed = 3 * options.attempt_steps
 
 
-def _evaluated(crew: Crew, training: Training, policy: LinearPolicy, iteration: int) -> Snapshot:
+def _evaluate_policy(
+    crew: Crew, training: Training, policy: LinearPolicy, iteration: int
+) -> Snapshot:
     """Play some episodes; more where they reach the target."""
     # the same start states at every evaluation, so that snapshots compare fairly
     plans = [

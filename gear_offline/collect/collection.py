@@ -155,9 +155,9 @@ def collect(
     CollectReport
         What is in the file, and who made it.
     """
-    asked = {"policy": policy, "quality": quality, "steps": steps, "seed": seed}
-    text = json.dumps(asked | {"train_steps": train_steps, "action_noise": action_noise})
-    out, parts = given_path(out, "OUTPUT_WRITE", where="out"), quality_parts(policy, quality)
+    arguments = {"policy": policy, "quality": quality, "steps": steps, "seed": seed}
+    text = json.dumps(arguments | {"train_steps": train_steps, "action_noise": action_noise})
+    out, shares = given_path(out, "OUTPUT_WRITE", where="out"), quality_parts(policy, quality)
     environment_id: str = part_name(environment)
     admit([environment_id])
     for name, number, least in (
@@ -181,7 +181,7 @@ def collect(
             say_version(environment_id, quiet=quiet)
             source: ars.Training | EpisodePolicy
             used, best = 0, None
-            if "random" in parts:
+            if "random" in shares:
                 source = RandomPolicy(crew.facts.low, crew.facts.high, crew.facts.choices)
             elif policy == "ars":
                 options = ars.options_for(environment_id, train_steps=train_steps)
@@ -194,7 +194,7 @@ def collect(
                 used = train_steps or LIBRARY_STEPS
                 say(f"train {policy} for {count_text(used, 'step')}", quiet=quiet)
                 source = train_with_library(policy, environment_id, how, steps=used, seed=seed)
-            makers = _makers(parts, source, steps, seed, action_noise)
+            makers = _makers(shares, source, steps, seed, action_noise)
             with Progress(f"record {out.name}", total=steps, unit="steps", quiet=quiet) as progress:
                 _record(crew, writer, makers, steps, progress, exact=exact_steps)
         report = CollectReport.of(
@@ -254,7 +254,7 @@ class _Maker:
 
 
 def _makers(
-    parts: Mapping[str, float],
+    shares: Mapping[str, float],
     source: ars.Training | EpisodePolicy,
     steps: int,
     seed: int,
@@ -262,18 +262,20 @@ def _makers(
 ) -> list[_Maker]:
     """Return the makers of parts; action noise is for policies, not for random or replayed ones."""
     makers = []
-    for number, (part, share) in enumerate(parts.items()):
-        wanted, policy = max(1, round(share * steps)), source
+    for number, (name, share) in enumerate(shares.items()):
+        maker_steps, policy = max(1, round(share * steps)), source
         if isinstance(policy, ars.Training):
-            if part == "replay":
+            if name == "replay":
                 algorithm = f"{ars.ALGORITHM}, training rollouts"
-                makers.append(_Maker(part, algorithm, wanted, 0.0, None, policy.replay(wanted)))
+                makers.append(
+                    _Maker(name, algorithm, maker_steps, 0.0, None, policy.replay(maker_steps))
+                )
                 continue
-            policy = policy.at_level(LEVELS[part]).policy
-        noise = 0.0 if part == "random" else action_noise
+            policy = policy.at_level(LEVELS[name]).policy
+        noise = 0.0 if name == "random" else action_noise
         paths = ((seed, RECORD, number, episode) for episode in count())
         plans = map(episode_plan, repeat(policy), paths, repeat(noise))
-        makers.append(_Maker(part, policy.algorithm, wanted, noise, policy, plans))
+        makers.append(_Maker(name, policy.algorithm, maker_steps, noise, policy, plans))
     return makers
 
 
@@ -289,7 +291,7 @@ def _record(
     """Write every maker's episodes; the last one makes up what the others fell short of."""
     done, lost = 0, set[str]()
     for maker in makers:
-        wanted = steps if maker is makers[-1] else min(steps, done + maker.steps)
+        target_steps = steps if maker is makers[-1] else min(steps, done + maker.steps)
         # an earlier maker's last episode may have used this one's share
         for episode in crew.play(maker.plans) if done < steps else ():
             rows = min(steps - done, episode.steps) if exact else episode.steps
@@ -297,22 +299,22 @@ def _record(
             floats = {
                 n for n in columns if n.split("/")[0] in NARROWED and columns[n].dtype == "f8"
             }
-            new = {name for name in floats - lost if is_lost(columns[name], np.float32)}
+            lossy = {name for name in floats - lost if is_lost(columns[name], np.float32)}
             if not done:  # the first episode decides
-                wide = new
-            if new:
-                how = "as float64, because float32" if new <= wide else "as float32, which"
-                say(f"{', '.join(sorted(new))}: stored {how} does not tell steps apart")
-            lost |= new
+                wide = lossy
+            if lossy:
+                how = "as float64, because float32" if lossy <= wide else "as float32, which"
+                say(f"{', '.join(sorted(lossy))}: stored {how} does not tell steps apart")
+            lost |= lossy
             # where it is cut its last row bears no flag
-            part = {name: column[:rows] for name, column in columns.items()}
-            part |= {name: part[name].astype(np.float32) for name in floats - wide}
-            writer.write(part)
-            total = float(part["rewards"].sum(dtype=np.float64))
+            stored = {name: column[:rows] for name, column in columns.items()}
+            stored |= {name: stored[name].astype(np.float32) for name in floats - wide}
+            writer.write(stored)
+            total = float(stored["rewards"].sum(dtype=np.float64))
             maker.recorded.append(_RecordedEpisode(episode.reset_seed, rows, total))
             progress.advance(rows)
             done += rows
-            if done >= wanted:
+            if done >= target_steps:
                 break
 
 
@@ -341,8 +343,8 @@ def _metadata(makers: Sequence[_Maker], best: EpisodePolicy | None) -> dict[str,
         "episode_reset_seed": np.array(seeds, np.int64),
         "algorithm": _algorithms(makers),
     }
-    named = [("policy", best)] + [(f"makers/{maker.name}", maker.policy) for maker in makers]
-    for prefix, policy in named:
+    policies = [("policy", best)] + [(f"makers/{maker.name}", maker.policy) for maker in makers]
+    for prefix, policy in policies:
         if isinstance(policy, LinearPolicy):
             content[f"{prefix}/weight"] = policy.weight
             content[f"{prefix}/observation_mean"] = policy.mean

@@ -45,10 +45,10 @@ def quality_parts(policy: str, quality: str | None) -> Mapping[str, float]:
     library, _, algorithm = policy.partition(":")
     of_library = library in LIBRARIES and algorithm.isidentifier() and algorithm.isupper()
     if not (policy in NAMED or of_library):
-        known = ", ".join([*NAMED, *(f"{name}:ALGORITHM" for name in LIBRARIES)])
+        choices = ", ".join([*NAMED, *(f"{name}:ALGORITHM" for name in LIBRARIES)])
         guess = nearest(policy, NAMED, cutoff=0.6)
         remedy = f"did you mean {guess!r}?" if guess else "write an algorithm like sb3:PPO"
-        what = f"it must be one of {known}, got {policy!r}"
+        what = f"it must be one of {choices}, got {policy!r}"
         raise InputError("USAGE", what, where="policy", remedy=remedy)
     if policy == "ars" and (quality or "expert") in QUALITIES:
         return QUALITIES[quality or "expert"]
@@ -131,17 +131,17 @@ def train_with_library(
     with package_needed(f"{policy} is trained by {package}", "rl"):
         module = importlib.import_module(module_name)
     every = vars(module).items()
-    known = {key: value for key, value in every if key.isupper() and hasattr(value, "learn")}
-    if name not in known:
+    algorithms = {key: value for key, value in every if key.isupper() and hasattr(value, "learn")}
+    if name not in algorithms:
         what = f"{package} has no algorithm {name!r}"
-        raise InputError("USAGE", what, "policy", f"use one of {', '.join(sorted(known))}")
+        raise InputError("USAGE", what, "policy", f"use one of {', '.join(sorted(algorithms))}")
     alone = torch_alone(f"training {policy}", quiet=False)
     with alone, make_environment(environment_id, options) as environment:
         if not isinstance(environment.raw.observation_space, gymnasium.spaces.Box):
             what = f"{policy} is trained on observations that are one Box"
             raise InputError("ENVIRONMENT", what, environment_id, "wrap it in FlattenObservation")
         where = {"device": "cpu"} if library == "sb3" else {}
-        model = known[name]("MlpPolicy", environment.raw, seed=seed, **where)
+        model = algorithms[name]("MlpPolicy", environment.raw, seed=seed, **where)
         guarded(environment_id, f"learning with {policy}", model.learn, steps)
     version = getattr(module, "__version__", "")
     return LibraryPolicy(model, f"{package} {version} {name}, {model.num_timesteps} steps")

@@ -114,12 +114,13 @@ class Episode:
         ``timeouts`` are never both true on a row.
         """
         last = np.arange(self.steps) == self.steps - 1
-        seen = dict[str, Array]()
+        observations = dict[str, Array]()
         for name, rows in fields_of(self.observations).items():
-            seen[f"observations/{name.removeprefix('observations/')}".removesuffix("/")] = rows
-        following = {f"next_{n}": rows[1:] for n, rows in seen.items() if rows.ndim < 3}
+            field = f"observations/{name.removeprefix('observations/')}".removesuffix("/")
+            observations[field] = rows
+        following = {f"next_{n}": rows[1:] for n, rows in observations.items() if rows.ndim < 3}
         return {
-            **{name: rows[:-1] for name, rows in seen.items()},
+            **{name: rows[:-1] for name, rows in observations.items()},
             **following,
             "actions": self.actions,
             "rewards": self.rewards,
@@ -147,27 +148,27 @@ class Player(Closing):
 
     def _play(self, plan: EpisodePlan) -> Episode:
         facts, generator = self.facts, stream(*plan.noise_path)
-        seen = [self._environment.reset(seed=plan.reset_seed)[0]]
+        observations = [self._environment.reset(seed=plan.reset_seed)[0]]
         actions, rewards = list[Array](), list[float]()
         infos: dict[str, list[Array]] = {} if self._data is None else {"qpos": [], "qvel": []}
         terminated = truncated = False
         while not (terminated or truncated):
-            chosen = finite_actions(plan.policy.act(seen[-1], generator))
+            action = finite_actions(plan.policy.act(observations[-1], generator))
             # What is stored is what was applied: the environment gets the value after the cast.
-            actions.append(noisy(facts, chosen, plan.action_noise, generator))
+            actions.append(noisy(facts, action, plan.action_noise, generator))
             for name, rows in infos.items():
                 rows.append(getattr(self._data, name).copy())
             observation, reward, terminated, truncated, _ = self._environment.step(actions[-1])
-            seen.append(observation)
+            observations.append(observation)
             rewards.append(reward)
             if plan.on_step is not None:
                 plan.on_step(rewards[-1], actions[-1])
-        shown = fields_of(seen[-1]).values()
-        if not all(np.isfinite(part).all() for part in shown):  # it is recorded, too
+        last_fields = fields_of(observations[-1]).values()
+        if not all(np.isfinite(values).all() for values in last_fields):  # it is recorded, too
             raise not_finite("a last observation", facts.environment_id)
         return Episode(
             reset_seed=plan.reset_seed,
-            observations=np.asarray(seen),
+            observations=np.asarray(observations),
             actions=np.asarray(actions),
             rewards=np.asarray(rewards),
             terminated=terminated,

@@ -76,9 +76,9 @@ def step_cost(
     fixed, layer, traffic = _kernels(recipe, compiled=compiled, half=half)
     layers, width, of_step = model.shape
     tokens, unit = float(of_step * segments * context), layers * width
-    parameters, encoding, own = model_size(recipe, sizes, segments)
-    known = recipe_flops(recipe, segments) or own
-    flops = known or 6.0 * parameters * segments * context
+    parameters, encoding, model_flops = model_size(recipe, sizes, segments)
+    known_flops = recipe_flops(recipe, segments) or model_flops
+    flops = known_flops or 6.0 * parameters * segments * context
     encoding *= 3.0 * segments * context  # forward, and twice as much backward
     narrow = has_half_gradients(recipe, half=half)
     casts = half and not narrow  # autocast keeps a bfloat16 copy of the weights
@@ -92,12 +92,12 @@ def step_cost(
         busy += (products + moving) / 3
     travelling, reshard = 2.0 if narrow else 4.0, False  # bytes a parameter
     memory = partial(memory_bytes, recipe, parameters, segments=segments, half=half)
-    needed = memory()
+    peak_bytes = memory()
     if sharded:
         gathered = memory(shards=ranks, reshard=False)
         reshard = train.reshard == "on"
         reshard |= train.reshard == "auto" and gathered + CONTEXT_BYTES > USABLE * gpu.memory
-        needed = memory(shards=ranks) if reshard else gathered
+        peak_bytes = memory(shards=ranks) if reshard else gathered
         weights = (2 if reshard else 1) * (2 if half else 4)
         travelling = (travelling + weights) / 2  # an all-reduce sends everything twice
     compiling = start.compile_deep if layers >= BLOCKWISE_FROM else start.compile
@@ -105,11 +105,11 @@ def step_cost(
     return StepCost(
         parameters=parameters,
         flops=flops,
-        flops_guessed=known is None,
+        flops_guessed=known_flops is None,
         encoder_flops=encoding,
         compute_seconds=busy if captured else max(busy, gpu.host_step + launched * gpu.launch),
         travelling_bytes=parameters * travelling,
-        memory_bytes=needed,
+        memory_bytes=peak_bytes,
         begin_seconds=parameters * DRAW_SECONDS + beginning,
         compiled=compiled,
         captured=captured,

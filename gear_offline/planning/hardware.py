@@ -105,14 +105,16 @@ class Cluster:
 
 def load_hardware(name_or_file: str) -> Hardware:
     """Return a machine by name, or the first one of a YAML file of the same form."""
-    known: Any = read_yaml(HARDWARE)
+    machines: Any = read_yaml(HARDWARE)
     try:
-        machine = known.get(name_or_file)
+        machine = machines.get(name_or_file)
         if machine is None:
             text = Path(in_home(name_or_file)).read_text(encoding="utf-8")
             machine = next(iter(dict(parse_yaml(text, where=name_or_file)).values()), None)
         return Hardware.model_validate(machine)
     except (OSError, TypeError, ValueError) as error:
-        what = f"{name_or_file} is neither a known machine ({', '.join(known)}) nor a YAML file of "
+        what = (
+            f"{name_or_file} is neither a known machine ({', '.join(machines)}) nor a YAML file of "
+        )
         what += f"one: {first_line(error)}"
         raise InputError("USAGE", what, "--hardware", f"give a file like {HARDWARE}") from error

@@ -58,13 +58,13 @@ def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]
         longest = max(workload.longest, recipe.loader.context_length)
         recipe = recipe.settle({"model.max_timestep": longest})
     cost = step_cost(recipe, workload.sizes, cluster, segments=share, learns=workload.learns)
-    needed = cost.memory_bytes + CONTEXT_BYTES
-    if needed > gpu.memory:
-        what = f"the model and {share} segments take {needed / 1e9:.0f} GB of a GPU's "
+    model_bytes = cost.memory_bytes + CONTEXT_BYTES
+    if model_bytes > gpu.memory:
+        what = f"the model and {share} segments take {model_bytes / 1e9:.0f} GB of a GPU's "
         what += f"{gpu.memory / 1e9:.0f} GB"
         remedy = "plan with more GPUs, a smaller loader.batch_size or a smaller model"
         raise InputError("USAGE", what, recipe.name, remedy)
-    layout = lay_out(recipe, workload, cluster, gpu.memory - needed)
+    layout = lay_out(recipe, workload, cluster, gpu.memory - model_bytes)
     step, start = _step(workload, cluster, layout, cost, batch), _start(cluster, layout, cost)
     steps = recipe.train.steps
     return {
@@ -93,7 +93,7 @@ def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]
             "shards_of_a_node": layout.shards,
             "bytes_of_a_node": layout.bytes,
             "read_shares": layout.reads,
-            "gpu_bytes": layout.gpu_bytes + needed,
+            "gpu_bytes": layout.gpu_bytes + model_bytes,
         },
         "step": step,
         "start": start,
@@ -118,15 +118,16 @@ def lay_out(recipe: Recipe, workload: Workload, cluster: Cluster, free_bytes: fl
         sizes, weights = sizes[fullest], weights[fullest] / weights[fullest].sum()
     budgets = {"host": 0, "disk": 0, "hbm": int(free_bytes)}
     budget = budgets.get(loader.placement, loader.hbm_budget or int(free_bytes * HBM_SHARE))
-    whole = np.maximum(sizes.astype(np.int64), 1)
-    gpus = 1 if whole.sum() <= budget else cluster.gpus  # that share one table
-    tiers = np.where(deal_out(whole, weights, budget, gpus) == HOST, 2, min(gpus - 1, 1))
-    too_large = loader.placement in ("auto", "host") and whole.sum() > memory
+    shard_bytes = np.maximum(sizes.astype(np.int64), 1)
+    gpus = 1 if shard_bytes.sum() <= budget else cluster.gpus  # that share one table
+    tiers = np.where(deal_out(shard_bytes, weights, budget, gpus) == HOST, 2, min(gpus - 1, 1))
+    too_large = loader.placement in ("auto", "host") and shard_bytes.sum() > memory
     if loader.placement == "disk" or too_large:
         tiers[:] = TIERS.index("disk")  # all of it
-    reads, nbytes = np.bincount(tiers, weights, 4), np.bincount(tiers, whole, 4)
-    own = reads[1] / cluster.gpus  # of what is spread over a node's GPUs, a GPU holds a part itself
-    reads[:2] += own, -own
+    reads, nbytes = np.bincount(tiers, weights, 4), np.bincount(tiers, shard_bytes, 4)
+    # of what is spread over a node's GPUs, a GPU holds a part itself
+    local_reads = reads[1] / cluster.gpus
+    reads[:2] += local_reads, -local_reads
     return NodeLayout(
         spread=spread,
         road="nccl" if loader.exchange == "auto" else loader.exchange,
@@ -195,7 +196,7 @@ def _start(cluster: Cluster, layout: NodeLayout, cost: StepCost) -> dict[str, fl
     """Return the seconds of each part of a run before its second step."""
     start, storage = cluster.hardware.start, cluster.hardware.storage
     loaded = sum(layout.bytes.values()) - layout.bytes["disk"]
-    parts = {
+    phases = {
         "process_seconds": start.process,
         "group_seconds": start.group if cluster.nodes * cluster.gpus > 1 else 0.0,
         "load_seconds": loaded / min(storage.load, cluster.storage_rate),
@@ -203,7 +204,7 @@ def _start(cluster: Cluster, layout: NodeLayout, cost: StepCost) -> dict[str, fl
         "upload_seconds": layout.gpu_bytes / storage.upload,
         "begin_seconds": cost.begin_seconds,
     }
-    return {"seconds": sum(parts.values()), **parts}
+    return {"seconds": sum(phases.values()), **phases}
 
 
 def crossing_share(shares: Sequence[float], batch: int) -> float:
@@ -214,9 +215,9 @@ def crossing_share(shares: Sequence[float], batch: int) -> float:
     """
     # the mean of what is drawn beyond c: of binomial X, E[X; X > c] is n s P(X' >= c), X' of n - 1
     capacity = batch // len(shares)
-    drawn = (batch * s * bdtrc(capacity - 1, batch - 1, s) for s in shares)
+    totals = (batch * s * bdtrc(capacity - 1, batch - 1, s) for s in shares)
     beyond = (capacity * bdtrc(capacity, batch, s) for s in shares)
-    return float(sum(drawn) - sum(beyond)) / batch
+    return float(sum(totals) - sum(beyond)) / batch
 
 
 def print_plan(document: Mapping[str, Any]) -> None:
@@ -267,11 +268,11 @@ def print_plan(document: Mapping[str, Any]) -> None:
     )
 
 
-def _times(parts: Mapping[str, float]) -> str:
+def _times(times: Mapping[str, float]) -> str:
     """Return the parts of a time, those that are not zero."""
-    named = ((name.removesuffix("_seconds"), value) for name, value in parts.items())
-    known = [f"{n.replace('_', ' ')} {_time(v)}" for n, v in named if f"{n}_seconds" in parts and v]
-    return ", ".join(known)
+    pairs = ((name.removesuffix("_seconds"), value) for name, value in times.items())
+    texts = [f"{n.replace('_', ' ')} {_time(v)}" for n, v in pairs if f"{n}_seconds" in times and v]
+    return ", ".join(texts)
 
 
 def _time(seconds: float) -> str:

@@ -74,7 +74,7 @@ def make_workload(
             raise InputError("USAGE", what, "--columns", remedy)
         source: TableData = cast(Dataset, _describe(columns))
         text = f"{columns}, episodes of {LENGTH:,} steps, as described"
-        strategies = [part["strategy"] for part in recipe.selection.options.get("parts", ())]
+        strategies = [entry["strategy"] for entry in recipe.selection.options.get("parts", ())]
         learns = "prioritized" in (recipe.selection.strategy, *strategies)
         shares = weights = np.ones(1)
     else:
@@ -97,18 +97,18 @@ def make_workload(
         row = group.width * group.dtype.itemsize
         history = max((field.history for field in group.fields.values()), default=0)
         rows, window = rows + row, window + (loader.context_length + history) * row
-    here = float(source.episodes.steps) * rows
+    memory_bytes = float(source.episodes.steps) * rows
     if data_bytes is not None:
         text = f"{text}, taken for {data_bytes:,} bytes in memory"
-    scale = 1.0 if data_bytes is None else data_bytes / here
+    scale = 1.0 if data_bytes is None else data_bytes / memory_bytes
     choices = DISCRETE_ACTIONS if described else None
     # a dataset taken for a larger one has its shards several times, each of about SHARD_BYTES
-    times = max(min(int(here * scale // SHARD_BYTES), MOST_SHARDS) // len(shares), 1)
+    times = max(min(int(memory_bytes * scale // SHARD_BYTES), MOST_SHARDS) // len(shares), 1)
     return Workload(
         source=text,
         steps=source.episodes.steps * scale,
         episodes=source.episodes.episodes * scale,
-        shard_bytes=np.tile(shares / shares.sum(), times) / times * here * scale,
+        shard_bytes=np.tile(shares / shares.sum(), times) / times * memory_bytes * scale,
         weights=np.tile(weights / weights.sum(), times) / times,
         row_bytes=rows,
         window_bytes=window,
@@ -122,16 +122,16 @@ def make_workload(
 def _describe(text: str) -> SimpleNamespace:
     """Return a stand-in for a dataset of the columns that `text` names."""
     columns = []
-    for part in re.split(r",(?![^\[]*\])", text):
-        match = _COLUMN.fullmatch(part.strip())
+    for column_text in re.split(r",(?![^\[]*\])", text):
+        match = _COLUMN.fullmatch(column_text.strip())
         try:
             if match is None:
-                raise ValueError(part)
+                raise ValueError(column_text)
             name, dtype, shape = match.groups()
             sizes = tuple(int(size) for size in (shape or "").split(",") if size.strip())
             columns.append(ColumnSpec(name=name, dtype=np.dtype(dtype), shape=sizes))
         except (ValueError, TypeError):
-            what = f"{part.strip()!r} is not a column and its NumPy dtype"
+            what = f"{column_text.strip()!r} is not a column and its NumPy dtype"
             remedy = "write it like observations=float32[11] or rewards=float32"
             raise InputError("USAGE", what, "--columns", remedy) from None
     spec = TableSpec(columns=tuple(columns), steps=EPISODES * LENGTH, episodes=EPISODES)
