@@ -116,10 +116,10 @@ class ModelFacts(ModelSizes):
     def states(self, rows: Tensor) -> Any:
         """Return rows (..., state_width) as the states of a batch; of several columns a dict."""
         states, columns = dict[str, Tensor](), self.columns
-        parts = torch.split(rows, [prod(column.state_shape) for column in columns], -1)
-        for column, part in zip(columns, parts, strict=True):
+        pieces = torch.split(rows, [prod(column.state_shape) for column in columns], -1)
+        for column, piece in zip(columns, pieces, strict=True):
             shape = column.shape if column.stack == 1 else column.state_shape
-            state = part.reshape(*part.shape[:-1], *shape)
+            state = piece.reshape(*piece.shape[:-1], *shape)
             states[column.name] = state.to(torch.uint8) if column.frames == "uint8" else state
         return states if len(columns) > 1 else states[columns[0].name]
 
@@ -151,8 +151,8 @@ class PlayedWindow:
 
     def last(self, values: Tensor) -> Tensor:
         """Return those of the newest step, (B, ...), of values (B, K, ...)."""
-        place = self.place.view(-1, *[1] * (values.ndim - 1))
-        return values.gather(1, place.expand(-1, 1, *values.shape[2:]))[:, 0]
+        index = self.place.view(-1, *[1] * (values.ndim - 1))
+        return values.gather(1, index.expand(-1, 1, *values.shape[2:]))[:, 0]
 
 
 class SequenceModel(nn.Module):
@@ -307,7 +307,7 @@ class SequenceModel(nn.Module):
             remedy = "give it a property `blocks`, or use train.recompute=false"
             raise InputError("MODEL", what, "train.recompute", remedy)
         for block in blocks_of(self):
-            block.forward = _recomputed(block, block.forward)
+            block.forward = _recompute_forward(block, block.forward)
 
     def learning(self) -> list[nn.Parameter]:
         """Freeze parameters that no loss reaches, and return the others."""
@@ -343,9 +343,9 @@ def _check_sizes(facts: ModelFacts, states: Any, actions: Tensor) -> None:
         sizes["states"] = (prod(states.shape[2:]), facts.state_width)
     if actions.is_floating_point() and not facts.discrete:
         sizes["actions"] = (prod(actions.shape[2:]), facts.action_dim)
-    if wrong := [name for name, (given, own) in sizes.items() if given != own]:
-        given, own = (", ".join(f"{n} of {sizes[n][side]}" for n in wrong) for side in (0, 1))
-        what = f"the batch has {given}, the model takes {own}"
+    if wrong := [name for name, (got, need) in sizes.items() if got != need]:
+        got, need = (", ".join(f"{n} of {sizes[n][side]}" for n in wrong) for side in (0, 1))
+        what = f"the batch has {got}, the model takes {need}"
         raise InputError("MODEL", what, wrong[0], "build the model for these data")
 
 
@@ -370,7 +370,7 @@ def total_loss(losses: Mapping[str, Tensor]) -> Tensor:
     return reduce(torch.add, losses.values())
 
 
-def _recomputed(block: nn.Module, forward: Any) -> Any:
+def _recompute_forward(block: nn.Module, forward: Any) -> Any:
     def call(*arguments: Any, **options: Any) -> Any:
         if block.training and torch.is_grad_enabled():
             return checkpoint(forward, *arguments, use_reentrant=False, **options)
@@ -415,10 +415,10 @@ def assign_weights(
     model: nn.Module, weights: Mapping[str, Tensor], *, copied: bool = False
 ) -> None:
     """Take weights as a model's own, or with `copied` their values; `ValueError` of others."""
-    wanted = model.state_dict()
-    if {name: w.shape for name, w in wanted.items()} != {n: w.shape for n, w in weights.items()}:
+    current = model.state_dict()
+    if {name: w.shape for name, w in current.items()} != {n: w.shape for n, w in weights.items()}:
         raise ValueError("the weights do not fit the configuration")
-    typed = {name: weights[name].to(like.dtype) for name, like in wanted.items()}
+    typed = {name: weights[name].to(like.dtype) for name, like in current.items()}
     model.load_state_dict(typed, assign=not copied)
 
 
@@ -433,9 +433,9 @@ def make_model(kind: str, facts: ModelFacts, settings: Any) -> SequenceModel:
     if any(map(is_lazy, model.parameters())):
         what = f"{kind_class.__name__} has lazy modules, whose sizes no file of weights can tell"
         raise InputError("MODEL", what, kind, "give them sizes, as facts.state_dim")
-    own = {*model._modules, *model._parameters, *model._buffers}
-    if taken := sorted(own & {name for name in vars(SequenceModel) if name[0] != "_"}):
-        what = f"{kind_class.__name__}.{taken[0]} is a method that all models have"
+    names = {*model._modules, *model._parameters, *model._buffers}
+    if clashes := sorted(names & {name for name in vars(SequenceModel) if name[0] != "_"}):
+        what = f"{kind_class.__name__}.{clashes[0]} is a method that all models have"
         raise InputError("MODEL", what, kind, "rename it")
     model.part = kind, digest_of(kind) if is_part(kind) else ""
     return model
@@ -443,30 +443,30 @@ def make_model(kind: str, facts: ModelFacts, settings: Any) -> SequenceModel:
 
 def model_class(kind: str) -> type[SequenceModel]:
     """Return the class that ``model.kind`` names."""
-    part = find_part(MODELS, kind)
-    if not (isinstance(part, type) and issubclass(part, SequenceModel)):
+    candidate = find_part(MODELS, kind)
+    if not (isinstance(candidate, type) and issubclass(candidate, SequenceModel)):
         what = f"{kind} is no subclass of gear_offline.SequenceModel"
         remedy = "derive it from that class, which is a torch.nn.Module"
         raise InputError("MODEL", what, "model.kind", remedy)
-    return part
+    return candidate
 
 
 def typed_settings(settings: ModelSettings) -> Any:
     """Return the options of a recipe as the model's own class checks them; ``RECIPE``."""
     if not isinstance(settings, OwnModelSettings):
         return settings
-    wanted = model_class(settings.kind).Settings
-    options, known = settings.model_dump(mode="json"), option_names(wanted)
+    settings_class = model_class(settings.kind).Settings
+    options, names = settings.model_dump(mode="json"), option_names(settings_class)
     common = {name: options.pop(name, None) for name in ModelSettings.model_fields}
     for name in options:
-        if name not in known:
-            near = nearest(name, known)
+        if name not in names:
+            near = nearest(name, names)
             hint = f"did you mean 'model.{near}'?" if near else f"{settings.kind} has "
-            hint += "" if near else ", ".join(f"model.{n}" for n in known)
+            hint += "" if near else ", ".join(f"model.{n}" for n in names)
             raise InputError("RECIPE", f"unknown option 'model.{name}', {hint}", "model")
-    options |= {name: value for name, value in common.items() if name in known}
+    options |= {name: value for name, value in common.items() if name in names}
     try:
-        return TypeAdapter(wanted).validate_json(json.dumps(options))
+        return TypeAdapter(settings_class).validate_json(json.dumps(options))
     except ValidationError as error:
         problems = (problem_text({**p, "loc": ("model", *p["loc"])}) for p in error.errors())
         raise InputError("RECIPE", "; ".join(problems), settings.kind) from error
@@ -477,11 +477,11 @@ def settings_dump(settings: Any) -> dict[str, Any]:
     return cast(dict[str, Any], TypeAdapter(type(settings)).dump_python(settings, mode="json"))
 
 
-def remade(document: Mapping[str, Any], kind: str) -> SequenceModel:
+def model_from_config(document: Mapping[str, Any], kind: str) -> SequenceModel:
     """Return the model of a `SequenceModel.config_text`, of the part `kind`, with new weights."""
     facts = ModelFacts.model_validate_json(json.dumps(document["facts"]))
-    wanted = model_class(kind).Settings
-    settings = TypeAdapter(wanted).validate_json(json.dumps(document["settings"]))
+    settings_class = model_class(kind).Settings
+    settings = TypeAdapter(settings_class).validate_json(json.dumps(document["settings"]))
     model = make_model(kind, facts, settings)
     model.sees_timesteps = bool(document.get("sees_timesteps", model.sees_timesteps))
     return model

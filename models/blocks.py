@@ -30,8 +30,8 @@ def take(hidden: Tensor, keep: Keep | None) -> Tensor:
         return hidden
     if isinstance(keep, slice):
         return hidden[:, keep].contiguous()
-    place = keep.view(-1, 1, 1).expand(-1, 1, hidden.shape[-1])
-    return hidden.gather(1, place)
+    index = keep.view(-1, 1, 1).expand(-1, 1, hidden.shape[-1])
+    return hidden.gather(1, index)
 
 
 def attend(
@@ -51,7 +51,7 @@ def attend(
     # products than in them.
     tokens = query.shape[2]
     blocked = torch.full((tokens, tokens), float("-inf")).triu(1)
-    queries, keys, values = (part.flatten(0, 1) for part in (query, key, value))
+    queries, keys, values = (tensor.flatten(0, 1) for tensor in (query, key, value))
     scores = torch.baddbmm(blocked, queries, keys.transpose(1, 2), alpha=scale)
     return torch.bmm(drop(scores.softmax(-1), dropout), values).view(query.shape)
 
@@ -71,9 +71,9 @@ def drop(values: Tensor, probability: float) -> Tensor:
     words = torch.empty(-(-values.numel() // 4), dtype=torch.int64)
     words.random_(-(2**63), None)  # all 64 bits, from PyTorch's default generator
     bits = words.view(torch.int16)[: values.numel()].view(values.shape)
-    kept = torch.empty(values.shape, dtype=values.dtype)
-    torch.ge(bits, dropped - 32768, out=kept)
-    return values * kept.mul_(65536 / (65536 - dropped))
+    mask = torch.empty(values.shape, dtype=values.dtype)
+    torch.ge(bits, dropped - 32768, out=mask)
+    return values * mask.mul_(65536 / (65536 - dropped))
 
 
 def _has_fast_dropout(values: Tensor) -> bool:
@@ -106,8 +106,8 @@ def dense_mask(attention_mask: Tensor, tokens: int = 3) -> Tensor:
     """
     valid = (attention_mask != 0).repeat_interleave(tokens, dim=1)
     count = valid.shape[1]
-    own = torch.eye(count, dtype=torch.bool, device=valid.device)
-    return (causal_mask(count, device=valid.device) & valid[:, None, None, :]) | own
+    diagonal = torch.eye(count, dtype=torch.bool, device=valid.device)
+    return (causal_mask(count, device=valid.device) & valid[:, None, None, :]) | diagonal
 
 
 class Map(nn.Module):
@@ -194,13 +194,13 @@ class Block(nn.Module):
     def _widen(self, hidden: Tensor) -> Tensor:
         """(B, T', H) -> (B, T', 4H), the MLP's first map and its activation."""
         layer = self.mlp.c_fc
-        kind = compute_dtype(hidden)
+        dtype = compute_dtype(hidden)
         wide = hidden.device.type == "cuda" and hidden.shape[-1] >= WIDE
         plain = self.eight_bits or not isinstance(self.mlp.act, nn.ReLU)
-        if plain or not wide or kind == torch.float32:
+        if plain or not wide or dtype == torch.float32:
             return cast(Tensor, self.mlp.act(self._map(layer, hidden)))
-        rows = hidden.flatten(0, 1).to(kind)
-        widened = relu_linear(rows, layer.weight.to(kind), layer.bias.to(kind))
+        rows = hidden.flatten(0, 1).to(dtype)
+        widened = relu_linear(rows, layer.weight.to(dtype), layer.bias.to(dtype))
         return cast(Tensor, widened.unflatten(0, hidden.shape[:2]))
 
     def _attend(
@@ -222,8 +222,8 @@ class Block(nn.Module):
                 # checkpointing, which restores the generator, draws the same again.
                 seeds = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=packed.device)
             return take(packed_attention(packed, heads, scale, dropout, seeds), keep)
-        parts = packed.view(batch, tokens, 3, heads, -1)
-        query, key, value = parts.permute(2, 0, 3, 1, 4).unbind()  # (B, N, T, D) each
+        grouped = packed.view(batch, tokens, 3, heads, -1)
+        query, key, value = grouped.permute(2, 0, 3, 1, 4).unbind()  # (B, N, T, D) each
         options: Any = {"mask": mask, "scale": scale, "dropout": dropout}
         mixed = (attend_eagerly if eager else attend)(query, key, value, **options)
         return take(mixed.transpose(1, 2).reshape(batch, tokens, width), keep)

@@ -32,9 +32,9 @@ class Decoupled(DecisionTransformer):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
-        asked, width = self.embed_return.in_features, config.hidden_size
+        inputs, width = self.embed_return.in_features, config.hidden_size
         self.condition = nn.Sequential(
-            nn.Linear(asked, width), nn.ReLU(), nn.Linear(width, 2 * width)
+            nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, 2 * width)
         )
 
     def losses(self, batch: Any) -> dict[str, Tensor]:
@@ -43,15 +43,15 @@ class Decoupled(DecisionTransformer):
         if batch.padding != "right":
             mask = dense_mask(batch.attention_mask, tokens=2)
         hidden = self._hidden(batch, mask, STATE_TOKENS)
-        asked = self.features(batch.goals) if self.goals else batch.returns_to_go
-        return {"action": self.step_losses(self._head(self._asked(hidden, asked)), batch)}
+        targets = self.features(batch.goals) if self.goals else batch.returns_to_go
+        return {"action": self.step_losses(self._head(self._apply_targets(hidden, targets)), batch)}
 
     def act(self, window: PlayedWindow) -> Tensor:
         """Return an action, or logits, for each window."""
         hidden = self._hidden(window, None, 2 * window.place)
-        asked = window.goals if self.goals else window.returns_to_go
-        assert asked is not None, "the policy gives what its model asks for"
-        newest = self._asked(hidden, window.last(asked)[:, None])
+        targets = window.goals if self.goals else window.returns_to_go
+        assert targets is not None, "the policy gives what its model asks for"
+        newest = self._apply_targets(hidden, window.last(targets)[:, None])
         return self._choose(self._head(newest)[:, 0], window.noise)
 
     def _hidden(self, batch: Any, mask: Tensor | None, keep: Keep) -> Tensor:
@@ -62,14 +62,14 @@ class Decoupled(DecisionTransformer):
 
     def _tokens(self, states: Tensor, actions: Tensor, timesteps: Tensor) -> Tensor:
         """Interleave (state, action) of each step: (B, 2K, H)."""
-        parts = torch.stack((self.embed_state(states), self._embed_actions(actions)), dim=2)
-        stacked = (parts + self.embed_timestep(timesteps).unsqueeze(2)).flatten(1, 2)
+        pairs = torch.stack((self.embed_state(states), self._embed_actions(actions)), dim=2)
+        stacked = (pairs + self.embed_timestep(timesteps).unsqueeze(2)).flatten(1, 2)
         tokens = self.embed_ln(stacked) + self.encoder.wpe.weight[0]
         return drop(tokens, self.encoder.dropout if self.training else 0.0)
 
-    def _asked(self, hidden: Tensor, asked: Tensor) -> Tensor:
-        """Scale and shift (B, K, H) by what is asked, (B, 1 or K, ...)."""
-        scale, shift = self.condition(asked.to(self.embed_ln.weight.dtype)).chunk(2, -1)
+    def _apply_targets(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Scale and shift (B, K, H) by returns or goals, (B, 1 or K, ...)."""
+        scale, shift = self.condition(targets.to(self.embed_ln.weight.dtype)).chunk(2, -1)
         return cast(Tensor, hidden * (1.0 + scale) + shift)
 
     def learning(self) -> list[nn.Parameter]:

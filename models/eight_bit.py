@@ -24,14 +24,14 @@ SMALLEST = 1e-15  # of a row's largest number: the product of two scales is a fl
 MULTIPLE = 16  # of each size of a product
 
 
-def eight_bit_linear(rows: Tensor, weight: Tensor, bias: Tensor, kind: torch.dtype) -> Tensor:
+def eight_bit_linear(rows: Tensor, weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
     """Apply ``rows @ weight + bias`` with 8-bit products, forward and backward.
 
     (..., I), (I, O) as GPT-2's maps store it, and (O,), all floating -> (..., O) of the 16-bit type
-    `kind`.  M, I and O are multiples of `MULTIPLE`.
+    `dtype`.  M, I and O are multiples of `MULTIPLE`.
     """
     function: Any = _EightBitProduct.apply
-    product: Tensor = function(rows.flatten(0, -2), weight, bias, kind)
+    product: Tensor = function(rows.flatten(0, -2), weight, bias, dtype)
     return product.view(*rows.shape[:-1], -1)
 
 
@@ -47,26 +47,26 @@ class EightBitLinear(nn.Linear):
 
 class _EightBitProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor, kind: torch.dtype) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
         narrow, scale = quantize(rows)
         ctx.save_for_backward(narrow, scale, weight)
         ctx.rows_kind, ctx.bias_kind = rows.dtype, bias.dtype
         by_output, scales = quantize(weight.t())  # (O, I)
-        return _product(narrow, by_output, scale, scales.t(), kind, bias.to(kind))
+        return _product(narrow, by_output, scale, scales.t(), dtype, bias.to(dtype))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         narrow, scale, weight = ctx.saved_tensors
-        kind = gradient.dtype
+        dtype = gradient.dtype
         back, back_scale = quantize(gradient)  # (M, O)
         by_input, scales = quantize(weight)  # (I, O)
-        rows = _product(back, by_input, back_scale, scales.t(), kind)
-        both = scale * back_scale
-        largest = both.max()
-        shifted = (back.float() * (both / largest)).to(EIGHT_BITS)
+        rows = _product(back, by_input, back_scale, scales.t(), dtype)
+        row_scales = scale * back_scale
+        largest = row_scales.max()
+        shifted = (back.float() * (row_scales / largest)).to(EIGHT_BITS)
         turned = shifted.t().contiguous()  # (O, M)
         ones = torch.ones_like(largest)
-        weights = _product(narrow.t().contiguous(), turned, ones, largest, kind)
+        weights = _product(narrow.t().contiguous(), turned, ones, largest, dtype)
         biases = gradient.sum(0, dtype=torch.float32)
         return rows.to(ctx.rows_kind), weights.to(weight.dtype), biases.to(ctx.bias_kind), None
 
@@ -86,7 +86,7 @@ def _product(
     right: Tensor,
     left_scale: Tensor,
     right_scale: Tensor,
-    kind: torch.dtype,
+    dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
     """Multiply (A, C) by the transpose of (B, C): (A, B).
@@ -95,13 +95,13 @@ def _product(
     """
     if left.device.type != "cuda":  # the definition, for tests
         product = left.float() @ right.float().t() * (left_scale * right_scale)
-        return (product if bias is None else product + bias.float()).to(kind)
+        return (product if bias is None else product + bias.float()).to(dtype)
     return torch._scaled_mm(
         left,
         right.t(),
         scale_a=left_scale,
         scale_b=right_scale,
         bias=bias,
-        out_dtype=kind,
+        out_dtype=dtype,
         use_fast_accum=True,
     )

@@ -129,8 +129,8 @@ class ColumnEncoder(nn.Module):
     def forward(self, states: Mapping[str, Tensor]) -> Tensor:
         """Encode (B, K, *shape) of each column, or (B, K, stack, *frame): (B, K, S) floating."""
         pairs = zip(self.columns, self.encoders, strict=True)
-        parts = [encoder(states[column.name]).flatten(2) for column, encoder in pairs]
-        return torch.cat(parts, dim=2)  # of the widest type
+        features = [encoder(states[column.name]).flatten(2) for column, encoder in pairs]
+        return torch.cat(features, dim=2)  # of the widest type
 
 
 class FrameEncoder(nn.Module):
@@ -148,18 +148,18 @@ class FrameEncoder(nn.Module):
     """
 
     def __init__(
-        self, kind: str, *, frame_shape: Sequence[int], frame_stack: int, features: int
+        self, encoder: str, *, frame_shape: Sequence[int], frame_stack: int, features: int
     ) -> None:
         super().__init__()
-        if kind not in ("cnn", "patch"):
-            raise InputError("MODEL", f"no encoder {kind!r}", where="model.encoder")
+        if encoder not in ("cnn", "patch"):
+            raise InputError("MODEL", f"no encoder {encoder!r}", where="model.encoder")
         height, width, *colours = channels_last(tuple(frame_shape))
-        make = _nature if kind == "cnn" else _patches
+        make = _nature if encoder == "cnn" else _patches
         convolutions, positions = make(frame_stack * prod(colours), height, width)
         self.convolutions = nn.ModuleList(convolutions)
         channels = convolutions[-1].out_channels
         self.mixer: nn.Linear | None = None
-        if kind == "patch":  # a further layer at each position
+        if encoder == "patch":  # a further layer at each position
             self.mixer, channels = nn.Linear(channels, channels // 2), channels // 2
         self.linear = nn.Linear(channels * positions, features)
         self.frame_shape = tuple(frame_shape)
@@ -174,16 +174,16 @@ class FrameEncoder(nn.Module):
             frames = frames.movedim(3, -1)
         batch, steps, _, height, width, _ = frames.shape
         floating = frames.is_floating_point()
-        first, *rest = cast(list[nn.Conv2d], list(self.convolutions))
+        first, *layers = cast(list[nn.Conv2d], list(self.convolutions))
         # One pass over the pixels casts them to what convolutions compute in, exactly, takes
         # stacks apart and lays channels last.
         pixels = frames.permute(0, 1, 3, 4, 2, 5)  # (B, K, h, w, S, C)
-        kind = compute_dtype(self.linear.weight)
-        pixels = pixels.to(kind, memory_format=torch.contiguous_format)
+        dtype = compute_dtype(self.linear.weight)
+        pixels = pixels.to(dtype, memory_format=torch.contiguous_format)
         hidden = pixels.reshape(batch * steps, height, width, -1).permute(0, 3, 1, 2)
         weight = first.weight if floating else first.weight * PIXEL_SCALE
         hidden = F.relu(F.conv2d(hidden, weight, first.bias, first.stride))
-        for layer in rest:
+        for layer in layers:
             hidden = F.relu(layer(hidden))
         # Channels are the last in memory, so that flattening in that order moves nothing.
         hidden = hidden.permute(0, 2, 3, 1)  # (N, h', w', channels)
@@ -211,8 +211,8 @@ def _nature(channels: int, height: int, width: int) -> tuple[list[nn.Conv2d], in
         channels, sizes = out, [(size - kernel) // stride + 1 for size in sizes]
     if min(sizes) < 1:
         what = f"frames of {height} x {width} pixels are too small for the cnn encoder"
-        other = "patch" if _patch_size(height, width) else "none"
-        raise InputError("MODEL", what, "model.encoder", f"use model.encoder={other}")
+        encoder = "patch" if _patch_size(height, width) else "none"
+        raise InputError("MODEL", what, "model.encoder", f"use model.encoder={encoder}")
     return layers, prod(sizes)
 
 
@@ -220,8 +220,8 @@ def _patches(channels: int, height: int, width: int) -> tuple[list[nn.Conv2d], i
     size = _patch_size(height, width)
     if not size:
         what = f"frames of {height} x {width} pixels have no patches of up to {LARGEST_PATCH} "
-        other = "cnn" if min(height, width) >= NATURE_SIDE else "none"
-        raise InputError("MODEL", what + "pixels", "model.encoder", f"use model.encoder={other}")
+        encoder = "cnn" if min(height, width) >= NATURE_SIDE else "none"
+        raise InputError("MODEL", what + "pixels", "model.encoder", f"use model.encoder={encoder}")
     layer = nn.Conv2d(channels, PATCH_CHANNELS, size, size)
     return [layer], (height // size) * (width // size)
 

@@ -39,8 +39,8 @@ class Gaussian:
 
     def sample(self, noise: Tensor | float) -> Tensor:
         """Return the actions (..., A) of standard normal `noise`; of 0.0, those of the means."""
-        drawn = self.mean + self.log_std.exp() * noise
-        return torch.tanh(drawn) if self.squashed else drawn
+        actions = self.mean + self.log_std.exp() * noise
+        return torch.tanh(actions) if self.squashed else actions
 
     def log_probability(self, actions: Tensor) -> Tensor:
         """Return (...,) the log-density of actions (..., A)."""

@@ -36,9 +36,9 @@ class MLP(SequenceModel):
     def __init__(self, facts: ModelFacts, settings: MLPSettings) -> None:
         super().__init__(facts, settings)
         if (settings.condition == "goals") != facts.goals and settings.condition != "nothing":
-            asked = "goals, as the loader gives" if facts.goals else "returns: there are no goals"
+            have = "goals, as the loader gives" if facts.goals else "returns: there are no goals"
             remedy = "loader.goals={future: 1.0} gives goals; model.condition=nothing needs none"
-            what = f"model.condition={settings.condition}, but windows have {asked}"
+            what = f"model.condition={settings.condition}, but windows have {have}"
             raise InputError("MODEL", what, "model.condition", remedy)
         if settings.history > facts.context_length:
             what = f"model.history={settings.history} steps of windows of {facts.context_length}"
@@ -61,12 +61,12 @@ class MLP(SequenceModel):
         states, history = self._flat(batch.states), self.settings.history
         real = (batch.attention_mask != 0).unsqueeze(-1)
         states = nn.functional.pad(states.where(real, 0.0), (0, 0, history - 1, 0))
-        parts = [states.unfold(1, history, 1).flatten(2)]  # (B, K, S H)
+        inputs = [states.unfold(1, history, 1).flatten(2)]  # (B, K, S H)
         if self.settings.condition == "returns":
-            parts.append(batch.returns_to_go)
+            inputs.append(batch.returns_to_go)
         elif self.settings.condition == "goals":
-            parts.append(self._flat(batch.goals).expand(-1, states.shape[1] - history + 1, -1))
-        action: Tensor = self.layers(torch.cat(parts, -1))
+            inputs.append(self._flat(batch.goals).expand(-1, states.shape[1] - history + 1, -1))
+        action: Tensor = self.layers(torch.cat(inputs, -1))
         return torch.tanh(action) if self.bounded else action
 
     def _flat(self, states: Any) -> Tensor:

@@ -20,21 +20,21 @@ LOADED = 8  # 16-bit numbers of a load
 
 def compute_dtype(values: Tensor) -> torch.dtype:
     """Return the dtype in which a matrix product of `values` computes."""
-    kind = values.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else values.dtype
+    device = values.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else values.dtype
 
 
 def half_type(weight: Tensor) -> torch.dtype | None:
     """Return the 16-bit type that a product with `weight` is in on a GPU; None: another one."""
-    kind = compute_dtype(weight)
+    dtype = compute_dtype(weight)
     on_gpu = weight.device.type == "cuda"
-    return kind if on_gpu and kind in (torch.bfloat16, torch.float16) else None
+    return dtype if on_gpu and dtype in (torch.bfloat16, torch.float16) else None
 
 
 def joint_maps(
-    inputs: Sequence[Tensor], maps: Sequence[tuple[Tensor, Tensor]], kind: torch.dtype
+    inputs: Sequence[Tensor], maps: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype
 ) -> Tensor:
-    """Apply a linear map to each of some inputs, all as one product in `kind`.
+    """Apply a linear map to each of some inputs, all as one product in `dtype`.
 
     Its matrix has zeros where an input does not belong to a map, and a row for the biases, whose
     gradients then come of the product too.  These are two rows, so that they keep 16 bits and more.
@@ -43,20 +43,20 @@ def joint_maps(
     store it, and bias (N, H).  The result is (N, R, maps, H).
     """
     biases = torch.stack([bias for _, bias in maps], dim=-2)  # (N, maps, H)
-    rest = lower_half(biases)
+    lower = lower_half(biases)
     wide = sum(rows.shape[-1] for rows in inputs)
     blank = -(wide + 2) % LOADED
-    parts, before = [], 0
+    blocks, before = [], 0
     for weight, _ in maps:
         after = wide - before - weight.shape[-1]
-        parts.append(F.pad(weight, (before, after)))
+        blocks.append(F.pad(weight, (before, after)))
         before += weight.shape[-1]
-    matrix = torch.stack(parts, dim=-3)  # (N, maps, H, wide)
-    matrix = torch.cat((matrix, (biases - rest).unsqueeze(-1), rest.unsqueeze(-1)), dim=-1)
+    matrix = torch.stack(blocks, dim=-3)  # (N, maps, H, wide)
+    matrix = torch.cat((matrix, (biases - lower).unsqueeze(-1), lower.unsqueeze(-1)), dim=-1)
     matrix = F.pad(matrix, (0, blank)).flatten(-3, -2)
     ones = inputs[0].new_ones(*inputs[0].shape[:-1], 2)
     rows = F.pad(torch.cat((*inputs, ones), dim=-1), (0, blank))
-    product = torch.matmul(rows.to(kind), matrix.to(kind).transpose(-1, -2))
+    product = torch.matmul(rows.to(dtype), matrix.to(dtype).transpose(-1, -2))
     return product.view(*product.shape[:-1], *biases.shape[-2:])
 
 

@@ -25,7 +25,7 @@ from gear_offline.core.hub import card
 from gear_offline.core.parts import digest_of, is_part, readmit
 from gear_offline.core.text import LEAST, first_line, interval_text, printable, say, told_apart
 from gear_offline.errors import InputError, is_out_of_memory
-from gear_offline.models.base import MODELS, SequenceModel, assign_weights, remade
+from gear_offline.models.base import MODELS, SequenceModel, assign_weights, model_from_config
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.tensor_file import FileFacts, file_facts, write_tensors
 from gear_offline.tables.fields import Window
@@ -88,12 +88,12 @@ def write_policy(
     if type(model) is not DecisionTransformer:
         _check_readable(model, config, weights)
     replaceable = _is_only_policy if overwrite else lambda path: False
-    with new_directory(folder, replaceable=replaceable) as part:
-        write_file(part / CONFIG, config)
-        files = {CONFIG: file_facts(part / CONFIG), MODEL: write_tensors(part / MODEL, weights)}
+    with new_directory(folder, replaceable=replaceable) as draft:
+        write_file(draft / CONFIG, config)
+        files = {CONFIG: file_facts(draft / CONFIG), MODEL: write_tensors(draft / MODEL, weights)}
         file = file.model_copy(update={"files": files})
-        write_file(part / POLICY, file.model_dump_json(indent=1).encode())
-        write_file(part / CARD, _card(file, model))
+        write_file(draft / POLICY, file.model_dump_json(indent=1).encode())
+        write_file(draft / CARD, _card(file, model))
 
 
 def _check_readable(model: SequenceModel, config: bytes, weights: Mapping[str, Tensor]) -> None:
@@ -142,14 +142,14 @@ def assemble(
     document = json.loads(config)
     model: SequenceModel
     if "facts" in document:
-        named = document["kind"]
-        if kind is None and is_part(named):
-            readmit({named: document["digest"]})
+        stored_kind = document["kind"]
+        if kind is None and is_part(stored_kind):
+            readmit({stored_kind: document["digest"]})
         elif kind and document.get("digest", "") not in ("", digest_of(kind)):
             say(f"{kind} has changed since these weights were trained: it may act otherwise")
-        is_own = (kind or named) in MODELS.own  # a user's may need memory when made
+        is_own = (kind or stored_kind) in MODELS.own  # a user's may need memory when made
         with torch.device("meta") if is_own else torch.random.fork_rng([]):
-            model = remade(document, kind or named)
+            model = model_from_config(document, kind or stored_kind)
     else:
         if kind not in (None, "decision_transformer"):
             what, remedy = f"the weights are a Decision Transformer's, not {kind}'s", "leave it out"
@@ -168,13 +168,13 @@ def _card(file: PolicyFile, model: SequenceModel) -> bytes:
     else:
         settings = {name: config[name] for name in ("hidden_size", "n_layer", "n_head")}
     is_file = ".py:" in (file.environment or "")  # of this machine: the Hub need not know where
-    place = file.environment or "unknown"
-    place = os.path.basename(place) if is_file else place
+    environment = file.environment or "unknown"
+    environment = os.path.basename(environment) if is_file else environment
     returns = () if file.goals else file.achieved  # of no goal alone
     best = max(returns, key=lambda entry: entry.mean_return, default=None)
     kinds = {"mean_reward": best.mean_return, "score": best.normalized_score} if best else {}
     metrics = [{"type": kind, "value": value} for kind, value in kinds.items() if value is not None]
-    result = {"task": {"type": TAGS[0]}, "dataset": {"type": place, "name": place}}
+    result = {"task": {"type": TAGS[0]}, "dataset": {"type": environment, "name": environment}}
     results = [{"name": file.name, "results": [{**result, "metrics": metrics}]}]
     metadata = {
         "library_name": "gear-offline",
@@ -188,20 +188,20 @@ def _card(file: PolicyFile, model: SequenceModel) -> bytes:
         "metrics": [metric["type"] for metric in metrics] or None,
         "model-index": results if metrics else None,
     }
-    shown = ("environment", "data", "step", "seed", "context_length", "actions", "action_bounds")
+    names = ("environment", "data", "step", "seed", "context_length", "actions", "action_bounds")
     text = ("{:,.2f}" if file.goals else "{:,.1f}").format
-    named = "task | success" if file.goals else "asked return | achieved"
-    rows = [f"| {named} | 95 % interval | episodes |", "|---:|---:|---:|---:|"]
+    heading = "task | success" if file.goals else "asked return | achieved"
+    rows = [f"| {heading} | 95 % interval | episodes |", "|---:|---:|---:|---:|"]
     targets = told_apart([entry.target for entry in file.achieved])
     for entry, target in zip(file.achieved, targets, strict=True):
-        known = entry.ci95 if file.goals or entry.episodes >= LEAST else (None, None)
-        cells = target, text(entry.mean_return), interval_text(known, text), str(entry.episodes)
+        interval = entry.ci95 if file.goals or entry.episodes >= LEAST else (None, None)
+        cells = target, text(entry.mean_return), interval_text(interval, text), str(entry.episodes)
         rows += [f"| {' | '.join(cells)} |"]
-    asked = told_apart(file.targets[:1] or [0.0])[0].replace(",", "")
-    asked = "GOAL" if file.goals else asked if file.targets else "RETURN"
+    target_text = told_apart(file.targets[:1] or [0.0])[0].replace(",", "")
+    target_text = "GOAL" if file.goals else target_text if file.targets else "RETURN"
     bare = os.path.basename(kind) if ".py:" in kind else kind
-    named = f', model="{bare}"' if is_part(kind) else ""
-    note = "  # a class of somebody's own, which is not in the folder" if named else ""
+    argument = f', model="{bare}"' if is_part(kind) else ""
+    note = "  # a class of somebody's own, which is not in the folder" if argument else ""
     zeros = [f"np.zeros((1, {', '.join(map(str, c.shape))}))" for c in model.facts.columns]
     several = (f'"{c.name}": {z}' for c, z in zip(model.facts.columns, zeros, strict=True))
     code = f"""
@@ -209,15 +209,15 @@ def _card(file: PolicyFile, model: SequenceModel) -> bytes:
 import numpy as np
 import gear_offline as go
 
-policy = go.load_policy("{PLACE}"{named}){note}
-policy.reset({asked})
+policy = go.load_policy("{PLACE}"{argument}){note}
+policy.reset({target_text})
 observations = {zeros[0] if len(zeros) == 1 else f"{{{', '.join(several)}}}"}  # of one environment
 action = policy.act(observations)[0]
 ```"""
-    facts = {name.replace("_", " "): getattr(file, name) for name in shown}
+    facts = {name.replace("_", " "): getattr(file, name) for name in names}
     facts["model"] = ", ".join([bare, *(f"{n} {v}" for n, v in settings.items() if n != "kind")])
     facts["parameters"] = f"{sum(weights.numel() for weights in model.parameters()):,}"
-    facts["environment"] = place if file.environment else None
+    facts["environment"] = environment if file.environment else None
     return card(metadata, file.name, facts, "\n".join([*(rows if file.achieved else []), code]))
 
 

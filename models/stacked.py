@@ -71,17 +71,18 @@ class StackedModels(nn.Module):
         self._kind = torch.float32 if precision is None else precision
         self._keys: dict[str, str] = {}
         self._parts: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
-        named = [dict(model.named_parameters()) for model in models]
-        for name, parameter in named[0].items():
+        by_model = [dict(model.named_parameters()) for model in models]
+        for name, parameter in by_model[0].items():
             if not parameter.requires_grad:
                 continue
-            own = [parameters[name] for parameters in named]
-            stacked = nn.Parameter(torch.stack([p.detach() for p in own]))  # models of one shape
-            for n, p in enumerate(own):
+            originals = [parameters[name] for parameters in by_model]
+            # models of one shape
+            stacked = nn.Parameter(torch.stack([p.detach() for p in originals]))
+            for n, p in enumerate(originals):
                 p.data = stacked.data[n]
             self._keys[name] = name.replace(".", "_")
             self.register_parameter(self._keys[name], stacked)
-            self._parts.append((stacked, own))
+            self._parts.append((stacked, originals))
 
     def losses(self, batch: TrainingBatch) -> Tensor:
         """Return (N,) float32, the loss of each model on its part of a batch.
@@ -93,14 +94,14 @@ class StackedModels(nn.Module):
             check_timesteps(fields["timesteps"], self._rows)
         inputs = (fields[name].unflatten(0, (self.count, -1)) for name in INPUTS)  # type: ignore[no-untyped-call]
         states, actions, steps, mask = inputs
-        asked: Any = fields["goals" if self._goals else "returns_to_go"]
-        asked = asked.unflatten(0, (self.count, -1))
-        asked = asked.flatten(3).expand(*steps.shape, -1)  # a goal is that of all steps
+        targets: Any = fields["goals" if self._goals else "returns_to_go"]
+        targets = targets.unflatten(0, (self.count, -1))
+        targets = targets.flatten(3).expand(*steps.shape, -1)  # a goal is that of all steps
         seeds = None  # (layers, N), what the attention kernel draws its dropout from
         if self._dropout > 0.0 and steps.is_cuda:
-            drawn = (self.layers, self.count)
-            seeds = torch.randint(0, 2**62, drawn, device=steps.device, dtype=torch.int64)
-        hidden, plain = self._embed(asked, states, actions, steps)
+            seed_shape = (self.layers, self.count)
+            seeds = torch.randint(0, 2**62, seed_shape, device=steps.device, dtype=torch.int64)
+        hidden, plain = self._embed(targets, states, actions, steps)
         windows, tokens = steps.shape[1], 3 * steps.shape[2]
         for layer in range(self.layers):
             hidden, plain = self._block(layer, hidden, plain, windows, tokens, seeds)
@@ -115,26 +116,26 @@ class StackedModels(nn.Module):
 
     def hand_out_gradients(self) -> None:
         """Give each model's parameters their part of the gradients; views."""
-        for stacked, own in self._parts:
-            for n, parameter in enumerate(own):
+        for stacked, originals in self._parts:
+            for n, parameter in enumerate(originals):
                 parameter.grad = None if stacked.grad is None else stacked.grad[n]
 
     def zero_gradients(self) -> None:
         """Drop the gradients, here and in the models."""
-        for stacked, own in self._parts:
+        for stacked, originals in self._parts:
             stacked.grad = None
-            for parameter in own:
+            for parameter in originals:
                 parameter.grad = None
 
     def _embed(
-        self, asked: Tensor, states: Tensor, actions: Tensor, steps: Tensor
+        self, targets: Tensor, states: Tensor, actions: Tensor, steps: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Interleave (return or goal, state, action) of each step: (N, R, H), and normalise that.
 
         Returns both.
         """
         steps = steps.flatten(1)
-        inputs = (asked.flatten(1, 2), states.flatten(1, 2).flatten(2), actions.flatten(1, 2))
+        inputs = (targets.flatten(1, 2), states.flatten(1, 2).flatten(2), actions.flatten(1, 2))
         names = ("embed_return", "embed_state", "embed_action")
         maps = [(self._get(f"{name}.weight"), self._get(f"{name}.bias")) for name in names]
         tokens = joint_maps(inputs, maps, self._kind).flatten(1, 2)
@@ -146,7 +147,7 @@ class StackedModels(nn.Module):
         hidden = tokens + when.repeat_interleave(len(inputs), dim=1)
         hidden = F.layer_norm(hidden, hidden.shape[-1:], eps=EMBED_EPSILON)
         hidden = drop(hidden * weight[:, None] + shift[:, None], self._dropout)
-        return hidden, self._plain(hidden)
+        return hidden, self._normalize(hidden)
 
     def _block(
         self,
@@ -180,7 +181,7 @@ class StackedModels(nn.Module):
         """Return ``hidden + drop(branch + bias)``, and that normalised."""
         branch = branch + bias[:, None].to(self._kind)
         hidden = hidden + drop(branch, self._dropout)
-        return hidden, self._plain(hidden)
+        return hidden, self._normalize(hidden)
 
     def _attend(self, layer: int, rows: Tensor, tokens: int, seeds: Tensor | None) -> Tensor:
         """(N, R, H) -> (N * B, T, H), the attention's values at each token."""
@@ -192,8 +193,8 @@ class StackedModels(nn.Module):
             return cast(Tensor, mixed)
         packed = self._linear(rows, weight, bias).view(-1, tokens, 3 * rows.shape[-1])
         query, key, value = (
-            part.reshape(-1, tokens, self._heads, head).transpose(1, 2)
-            for part in packed.chunk(3, dim=2)
+            tensor.reshape(-1, tokens, self._heads, head).transpose(1, 2)
+            for tensor in packed.chunk(3, dim=2)
         )
         mixed = attend(query, key, value, mask=None, scale=self._scale, dropout=self._dropout)
         return mixed.transpose(1, 2).flatten(2)
@@ -230,6 +231,6 @@ class StackedModels(nn.Module):
         """
         return self._product(rows, weight) + bias[:, None].to(self._kind)
 
-    def _plain(self, rows: Tensor) -> Tensor:
+    def _normalize(self, rows: Tensor) -> Tensor:
         """Normalise rows, without the norm's weight and bias, which `_map` takes."""
         return F.layer_norm(rows.float(), rows.shape[-1:], eps=self._epsilon)
