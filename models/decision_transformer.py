@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from gear_offline.config.problems import problem_text
 from gear_offline.config.sections import TransformerSettings
 from gear_offline.core.files import write_file
+from gear_offline.core.hub import fetch
 from gear_offline.core.text import plain
 from gear_offline.errors import InputError
 from gear_offline.models.base import ModelFacts, PlayedWindow, SequenceModel, assign_weights
@@ -43,6 +44,7 @@ from gear_offline.models.tensor_file import write_tensors
 from gear_offline.models.transformer_config import TransformerConfig
 
 Attention = Literal["auto", "sdpa", "eager"]
+FILES = ("config.json", "model.safetensors")  # of a model, as `save_pretrained` writes them
 STATE_TOKENS = slice(1, None, 3)  # of (return, state, action); actions are predicted there
 JOINT_INPUTS = 512  # elements of all inputs: beyond, zeros cost more than narrow products
 UNUSED = ("predict_state.", "predict_return.", "encoder.wte.")  # no gradient from the action loss
@@ -173,23 +175,22 @@ class DecisionTransformer(SequenceModel):
         ----------
         place
             A folder with ``config.json`` and ``model.safetensors``: of `save_pretrained`, of the
-            released class, or a policy.  Anything else, such as a name on the Hugging Face Hub, is
-            read by the released class.  `gear_offline.load_policy` reads runs.
+            released class, or a policy; or the name of one on the Hugging Face Hub.
+            `gear_offline.load_policy` reads runs.
         """
         folder = Path(place)
         if (folder / "checkpoints").is_dir() and not (folder / "config.json").exists():
             what = "this is a run, not a folder of weights"
             remedy = f"write go.load_policy({str(folder)!r}).model, or name a checkpoint of it"
             raise InputError("USAGE", what, str(folder), remedy)
-        if (folder / "model.safetensors").is_file():
-            return cls.of_weights(
-                (folder / "config.json").read_bytes(), load_file(folder / "model.safetensors")
-            )
-        from gear_offline.models.hugging_face import read_released
-
-        released = read_released(place)
-        config = released.config.to_json_string(use_diff=False)
-        return cls.of_weights(config, released.state_dict())
+        if not folder.exists():
+            folder = fetch(os.fspath(place), "model", "MODEL", only=FILES)
+        if missing := ", ".join(name for name in FILES if not (folder / name).is_file()):
+            remedy = "name a run, a policy folder or a model on the Hub; weights in other files: "
+            remedy += "from_released(read_released(PLACE)) of gear_offline.models.hugging_face"
+            raise InputError("MODEL", f"it has no {missing}", str(place), remedy)
+        config, weights = (folder / name for name in FILES)
+        return cls.of_weights(config.read_bytes(), load_file(weights))
 
     @classmethod
     def of_weights(cls, config: str | bytes, weights: Mapping[str, Tensor]) -> Self:

@@ -71,7 +71,9 @@ def test_a_policy_goes_there_and_acts_elsewhere(
     seen = np.ones((1, 3))
     np.testing.assert_array_equal(loaded.act(seen), policy.act(seen))
     released = DecisionTransformerModel.from_pretrained("me/pend")
+    ours = go.DecisionTransformer.from_pretrained("me/pend").state_dict()
     for name, weight in released.state_dict().items():
+        torch.testing.assert_close(weight, ours[name], rtol=0, atol=0)
         torch.testing.assert_close(weight, policy.model.state_dict()[name], rtol=0, atol=0)
 
     out = tmp_path / "result.json"

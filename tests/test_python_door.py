@@ -52,6 +52,7 @@ MISTAKES: list[tuple[Callable[[Path], object], str]] = [
     (lambda d: next(loader(d))["obs"], "a batch has states, actions"),
     (lambda d: set_steps(), "recipe.replace("),
     (lambda d: DOOR.from_episodes([{"obs": np.zeros((3, 2))}]), "no column is named observations"),
+    (lambda d: DecisionTransformer.from_pretrained(d), "it has no config.json, model.safetensors"),
     (lambda d: DOOR.evaluate(d), "this is a dataset, not a run"),
     (lambda d: DOOR.train("paper"), "[DATASET_NOT_FOUND]"),
     (lambda d: DOOR.collect("Pendulum-v1", "x.hdf5", steps="many"), "got 'many', need a number"),
