@@ -59,7 +59,7 @@ class Kernel:
 
 @contextmanager
 def capturing(graph: Any, stream: Any) -> Iterator[None]:
-    """Capture what is launched as a CUDA graph, with `capture_lock`; raise what fails first.
+    """Capture launches as a CUDA graph, with `capture_lock`; raise the first error.
 
     Ending a capture fails as well then, and would hide it.  Other threads may ask for events
     meanwhile: NCCL's watchdog does all the time.

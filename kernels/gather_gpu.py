@@ -227,7 +227,7 @@ class GpuGather:
         return kernel, blocks
 
     def _shape_launch(self, count: int) -> tuple[str, int, int]:
-        """Return the kernel for so many segments, its blocks, and segments of a warp or 0."""
+        """Return the kernel for a number of segments, its blocks, and segments of a warp or 0."""
         per_warp, warps = 0, THREADS // 32  # of a block
         rows = self._job["group"][0, : len(self.groups)]
         short = (rows["source"] == COPY) & (rows["pieces"] == 1) & (rows["unit"] >= 4)
@@ -247,7 +247,7 @@ class GpuGather:
 
 
 class StaticFill:
-    """One step's windows in memory that stays, filled for the step that a counter on the GPU says.
+    """Windows of one step in memory that stays; a counter on the GPU names the step.
 
     Made for CUDA graphs: `enqueue` is one launch without host synchronisation, and every replay
     of it takes the next step.  It fills `windows`, of the layout of `GpuGather.allocate`, if given,
@@ -313,7 +313,7 @@ class StaticFill:
         return True
 
     def limit_blocks(self, blocks: int) -> None:
-        """Leave multiprocessors to what runs beside this."""
+        """Leave multiprocessors to concurrent kernels."""
         self._blocks = min(self._blocks, blocks)
 
     def set_step(self, step: int) -> None:

@@ -83,7 +83,7 @@ class DevicePriorities:
             torch.sum(below.view(-1, FAN), 1, out=sums[: len(below) // FAN])
 
     def find(self, numbers: UInt64Array) -> Int64Array:
-        """Return for each number below `total` the item in whose range it lies, int64."""
+        """Find the item whose range holds each number below `total`, int64."""
         remainders = torch.from_numpy(numbers.view(np.int64)).to(self.device)
         items = torch.zeros_like(remainders)
         for level in reversed(self._levels):

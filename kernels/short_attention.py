@@ -40,7 +40,7 @@ ROUNDS = 7  # the fewest with which Philox 4x32 passes BigCrush (Salmon et al. 2
 
 
 def supports_packed(device: torch.device, dtype: torch.dtype, *, tokens: int, head: int) -> bool:
-    """Return true if the kernels take such windows: on CUDA, 16-bit, short, with usual heads."""
+    """Return true if the kernels take the windows: on CUDA, 16-bit, short, with usual heads."""
     return (
         triton is not None
         and device.type == "cuda"

@@ -37,12 +37,12 @@ class SegmentFeedback(ABC):
 
     @abstractmethod
     def update(self, batch: Batch, losses: Tensor) -> None:
-        """Tell the sampler the (B,) losses of a batch's segments."""
+        """Give the sampler the (B,) losses of a batch's segments."""
 
     def loss(
         self, losses: Tensor, batch: Batch, *, valid_steps: Tensor | float | None = None
     ) -> Tensor:
-        """Return the scalar loss of (B,) mean losses of segments, weighted, and tell the sampler.
+        """Weight (B,) mean losses of segments, give them to the sampler; return the scalar loss.
 
         With weights of 1 it is the mean over real steps, of which `valid_steps` takes the place.
         """
@@ -79,7 +79,7 @@ class LossFeedback(SegmentFeedback):
         return torch.from_numpy(weights[loader.slots_at(step)]).float().to(loader.device)
 
     def update(self, batch: Batch, losses: Tensor) -> None:
-        """Tell the sampler the (B,) losses of a batch's segments; waits for a GPU."""
+        """Give the sampler the (B,) losses of a batch's segments; waits for a GPU."""
         gather = self._loader.world.gather_tensor
         values = torch.cat(gather(losses.detach().float().reshape(-1)))
         segments = torch.cat(gather(batch.segments))

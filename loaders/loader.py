@@ -304,7 +304,7 @@ class GearLoader(Closing, Iterator[Batch]):
 
     @property
     def window(self) -> Window:
-        """The options by which a policy makes such windows of an environment's steps.
+        """Options by which a policy makes the same windows of an environment's steps.
 
         ``Policy(model, **dict(loader.window))`` acts with a model that was trained on its batches;
         of several tasks it holds the shared options.
@@ -409,7 +409,7 @@ class GearLoader(Closing, Iterator[Batch]):
         )
 
     def hand_over(self, batches: StaticBatch) -> bool:
-        """Let this loader's rows fill the `live` static batch of a loader of part of its data.
+        """Fill the `live` static batch of a loader of part of this loader's data.
 
         False, and nothing is changed, where a new one is needed.
         """

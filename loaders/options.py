@@ -43,7 +43,7 @@ class LoaderOptions(LoaderSettings):
 
 
 def check_options(arguments: Mapping[str, Any], device: torch.device) -> LoaderOptions:
-    """Return the options among a loader's arguments; refuse what no loader can do."""
+    """Return the options among a loader's arguments; refuse those that exclude each other."""
     values = {name: arguments[name] for name in LoaderOptions.model_fields}
     try:
         options = LoaderOptions(**plain(values))

@@ -68,14 +68,14 @@ class LocalSegments:
         return DrawnBlock(self._stream.segments(first_step, steps))
 
     def release(self, event: Any = None) -> None:
-        """Say that the block drawn last is read, or will be when a CUDA event has come."""
+        """Release the block drawn last: it is read, or will be once a CUDA event has passed."""
 
     def slots_at(self, step: int) -> Int64Array:
         """Return (B,) int64: which slots of a step's global batch are this rank's."""
         return np.arange(self._stream.rank_batch) + self._stream.first_slot
 
     def close(self) -> None:
-        """End what runs in the background; all ranks together."""
+        """End background work; all ranks together."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -105,7 +105,7 @@ Coming = tuple[int, Future[list[Planned]]]  # first step, and consecutive blocks
 
 
 class Planner:
-    """Draws and assigns blocks of steps: the same for all ranks, whatever was planned before."""
+    """Draws and assigns blocks of steps, the same on all ranks; earlier plans do not matter."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Planner:
         first_row: int,
         whole_windows: bool,
     ) -> None:
-        """The ring begins at `first_row` of what the gather reads.
+        """Begin the ring at `first_row` of the rows that the gather reads.
 
         `whole_windows`: it copies whole windows, also what is no row of the episode.
         """

@@ -108,7 +108,7 @@ class StaticBatch:
             fill.enqueue()
 
     def adopt(self, engine: GpuGather, writer: SegmentWriter | None, *, step: int) -> bool:
-        """Go on at `step` with the rows of another engine; what is captured stays as it is.
+        """Go on at `step` with the rows of another engine; captured graphs stay valid.
 
         Waits for the GPU.  False, and nothing is changed, where a capture must be made anew.
         """
@@ -142,7 +142,7 @@ class StaticBatch:
             self._fill()
 
     def end(self, *, timed: bool = False) -> None:
-        """Make torch's current stream wait for what travels ahead."""
+        """Make torch's current stream wait for the rows fetched ahead."""
         if not self.ahead:
             return
         self._mark(2, timed)

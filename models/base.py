@@ -250,7 +250,7 @@ class SequenceModel(nn.Module):
         return window.last(self.predict(window))
 
     def after_step(self) -> None:
-        """Do what is due once after each update of the weights, as target networks are moved.
+        """Run once after each update of the weights: move target networks, for example.
 
         Gradients are off.  In a CUDA graph it is captured with the step.
         """
@@ -273,11 +273,11 @@ class SequenceModel(nn.Module):
 
     @property
     def state_width(self) -> int:
-        """The last size of what `remember` gives."""
+        """The last size of the features that `remember` gives."""
         return self.facts.state_width
 
     def recalled(self, features: Tensor) -> Any:
-        """Decode what `remember` gave into states as `act` takes them."""
+        """Decode the features of `remember` into states as `act` takes them."""
         return self.facts.states(features)
 
     @property
@@ -285,7 +285,7 @@ class SequenceModel(nn.Module):
         return False
 
     def flops(self, segments: int) -> float | None:
-        """Return the FLOPs of a training step of so many windows; None: not known."""
+        """Return the FLOPs of a training step of `segments` windows; None: not known."""
         return None
 
     def measures(self) -> dict[str, float]:
@@ -301,7 +301,7 @@ class SequenceModel(nn.Module):
         raise InputError("MODEL", what, "data.tasks", "write its method of_task(name)")
 
     def recompute(self) -> None:
-        """Compute blocks again in the backward pass instead of keeping what is in them."""
+        """Compute blocks again in the backward pass instead of keeping their activations."""
         if not blocks_of(self):
             what = f"{type(self).__name__} names no blocks"
             remedy = "give it a property `blocks`, or use train.recompute=false"
@@ -350,7 +350,7 @@ def _check_sizes(facts: ModelFacts, states: Any, actions: Tensor) -> None:
 
 
 class Losses(nn.Module):
-    """A model whose forward pass is its losses: what DDP and FSDP wrap."""
+    """A model whose forward pass is its losses, for DDP and FSDP to wrap."""
 
     def __init__(self, model: SequenceModel) -> None:
         super().__init__()

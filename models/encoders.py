@@ -194,7 +194,7 @@ class FrameEncoder(nn.Module):
 
 
 def resolve_encoder(encoder: str, frame_shape: Sequence[int]) -> str:
-    """Return the encoder asked for; ``auto`` is ``cnn`` for frames and else ``none``."""
+    """Resolve the encoder's name: ``auto`` is ``cnn`` for frames and else ``none``."""
     if encoder == "auto":
         return "cnn" if frame_shape else "none"
     if encoder != "none" and not frame_shape:

@@ -27,7 +27,7 @@ TASK_STD = 0.02  # of the initial embeddings, as the released class's own
 
 
 class TaskEmbedding(nn.Module):
-    """Adds what is a task's own to tokens, and knows which action elements it has.
+    """Adds a task's embedding to tokens; gives the mask of its action elements.
 
     `action_dims` are those of each task, `width` that of the widest.
     """

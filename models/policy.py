@@ -158,7 +158,7 @@ class Policy:
 
     @property
     def targets(self) -> Float64Array:
-        """(E,) float64, the asked rest of each return, in units of the data's rewards.
+        """(E,) float64, the remaining target return, in units of the data's rewards.
 
         A policy of goals has (E, S) instead, as the environment observes them.
         """
@@ -189,7 +189,7 @@ class Policy:
     save_pretrained = save  # as it is called in the Hugging Face ecosystem
 
     def push_to_hub(self, name: str, *, private: bool = False) -> str:
-        """Put what `save` writes on the Hugging Face Hub; return its address there.
+        """Upload the files of `save` to the Hugging Face Hub; return their address.
 
         `name` is ``USER/NAME``, made (`private`: for you alone) if it is not there, or
         ``USER/NAME@BRANCH``; ``OUTPUT_WRITE`` without a token that may write, or a network.
@@ -259,7 +259,7 @@ class Policy:
     @torch_defaults()
     @torch.inference_mode()
     def capture(self, environments: int) -> None:
-        """Make ready for so many environments, which on a GPU act as one CUDA graph then.
+        """Make room for a number of environments; on a GPU they act as one CUDA graph.
 
         Its products are TF32's; the model's weights must stay where they are.
         """
@@ -418,7 +418,7 @@ class Policy:
         *,
         actions: npt.ArrayLike | None = None,
     ) -> None:
-        """Lower the return still asked of each environment by the reward it has given.
+        """Lower the target return of each environment by the reward that it gave.
 
         Parameters
         ----------
@@ -558,7 +558,7 @@ def _type(column: InputColumn) -> torch.dtype:
 
 
 def _check_finite(values: Array, name: str) -> None:
-    """Refuse rows with NaN, infinities, or what is infinite in float32: it would spread."""
+    """Refuse rows with NaN, infinities, or values that are infinite in float32: they spread."""
     if values.dtype.kind in "biu":
         return
     with np.errstate(over="ignore"):

@@ -70,7 +70,7 @@ class PolicyFacts(_Strict):
 
 
 class PolicyFile(PolicyFacts, Window):
-    """The content of ``policy.json``; docs/how-to/share.md says what each key means."""
+    """The content of ``policy.json``; docs/how-to/share.md explains each key."""
 
     format: Literal["gear-offline policy"] = "gear-offline policy"
     format_version: Literal[1] = 1
@@ -97,7 +97,7 @@ def write_policy(
 
 
 def _check_readable(model: SequenceModel, config: bytes, weights: Mapping[str, Tensor]) -> None:
-    """Refuse to write what nobody could read."""
+    """Refuse to write a folder that cannot be read again."""
     try:
         assemble(config, weights, model.part[0] or None)
     except Exception as error:  # whatever a model's own code raises

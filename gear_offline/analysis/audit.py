@@ -91,7 +91,7 @@ def audit(
     against: Sequence[Dataset | str | os.PathLike[str]] = (),
     quiet: bool = True,
 ) -> Audit:
-    """Look through a dataset for what is often wrong in one.
+    """Find suspicious data: boundaries, constants, clipped actions, copies, bounds.
 
     Parameters
     ----------
@@ -223,7 +223,7 @@ class _Steps:
                 self._limit = max(FAR, FARTHER * float(np.quantile(self._scores(moves), 0.99)))
 
     def _scores(self, moves: Float64Array) -> Float64Array:
-        """Return (T - 1,): half of the elements go at least so many times their mean step."""
+        """Return (T - 1,): the multiple of their mean step that half of the elements reach."""
         is_moving = self._usual > 0
         scores: Float64Array = np.median(moves[:, is_moving] / self._usual[is_moving], axis=1)
         return scores

@@ -279,7 +279,7 @@ def _episodes(
 
 
 def _source(data: TableData, episode: int) -> str:
-    """Return the source of an episode, as far as its dataset says."""
+    """Return the source of an episode, as far as its dataset records it."""
     if isinstance(data, JointDataset):
         task = int(np.searchsorted(data.first_episodes, episode, side="right")) - 1
         member = data.tasks[task]

@@ -83,7 +83,7 @@ def _remarks(comparison: Comparison) -> list[str]:
 
 
 def print_comparison(comparison: Comparison, *, console: Terminal | None = None) -> None:
-    """Print the verdict, then what strategies came to, else what they drew: its main columns."""
+    """Print the verdict and the main columns of results, else of draws."""
     console = console or Terminal()
     console.print(comparison.verdict, style="bold")
     rows = {outcome.label: learned_cells(outcome) for outcome in comparison.outcomes}
@@ -123,7 +123,7 @@ def render(comparison: Comparison) -> str:
 
 
 def _drawn_picture(comparison: Comparison) -> str:
-    """Draw, a line a strategy, how returns of what was drawn are spread, and coverage."""
+    """Draw the distribution of drawn returns and the coverage, a line a strategy."""
     figure, data = plots.new_figure(), comparison.data
     returns, coverage = figure.subplots(2, 1)
     edges = np.array(data.edges[1:])

@@ -1,4 +1,4 @@
-"""The strategies that are compared, and what each draws: coverage, repetition, returns, age.
+"""The strategies that are compared, and their draws: coverage, repetition, returns, age.
 
 A strategy draws the batches that a training run of the recipe would ask for, up to a number, and
 nothing is gathered.  Figures are of those draws, nothing is extrapolated; memory is bounded by the
@@ -66,7 +66,7 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A strategy with options, and what it drew, or why it cannot."""
+    """A strategy with options, and its draws or its error."""
 
     label: str
     strategy: str
@@ -76,7 +76,7 @@ class Candidate:
 
 
 def parse_candidates(request: str | Sequence[Any] | None, recipe: Recipe) -> list[Candidate]:
-    """Parse the strategies that `compare_strategies` is asked for; the recipe's own comes first."""
+    """Parse the strategies for `compare_strategies`; the recipe's own comes first."""
     items = DEFAULT if request is None else request
     if isinstance(items, str) and items.strip().endswith((".yaml", ".yml")):
         if not isinstance(items := read_yaml(Path(in_home(items.strip()))), list):

@@ -41,7 +41,7 @@ class Difference:
     verdict: str = "too few seeds"  # one of `VERDICTS`, after correction
 
     def apply_correction(self, p: float | None) -> Difference:
-        """Return it with the corrected `p` of its t test, and what that says."""
+        """Return the difference with the corrected `p` of its t test, and the verdict."""
         verdict = "higher" if self.mean > 0 else "lower"
         if self.pairs < LEAST_PAIRS:
             verdict = "too few seeds"
@@ -148,7 +148,7 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
 
 
 def verdict_text(outcomes: Sequence[Outcome]) -> str:
-    """Return in a sentence or two what a comparison shows."""
+    """Summarise a comparison in a sentence or two."""
     compared = [(o.label, o.versus) for o in outcomes if o.versus is not None]
     if not compared:
         return "Nothing is compared: no seed is complete with the baseline and another strategy."

@@ -1,4 +1,4 @@
-"""Compare sampling strategies on a recipe's data: what they draw and, trained, what they teach."""
+"""Compare sampling strategies on a recipe's data: their draws and, trained, their returns."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _with_outcomes(comparison: Comparison, sweep: SweepResult) -> Comparison:
 def _measure_candidates(
     recipe: Recipe, candidates: Sequence[Candidate], dataset: TableData, *, quiet: bool
 ) -> Comparison:
-    """Measure what candidates draw; one that cannot run on the data is named with the reason."""
+    """Measure the draws of candidates; one that cannot run on the data gets the reason."""
     data, size = describe(dataset), recipe.loader.batch_size
     batches = max(1, min(recipe.train.steps, MOST_DRAWS // size))
     rows = []

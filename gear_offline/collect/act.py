@@ -1,4 +1,4 @@
-"""Actors: play the newest policy of a run, and append what they see to the data it trains on."""
+"""Actors: play the newest policy of a run, and append the episodes to its data."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def _wait_for_checkpoint(path: Path, *, quiet: bool) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Acting:
-    """A model that is asked for a return, as the policy of an episode's plan."""
+    """A model with a target return, as the policy of an episode's plan."""
 
     policy: Policy
     algorithm: str = "gear-offline"
@@ -202,7 +202,7 @@ def play_in_worker(
     seed: tuple[int, int],
     episodes: int | None,
 ) -> None:
-    """Play episodes until there are enough, or the run has ended; send each one's facts."""
+    """Play episodes until there are enough, or the run has ended; send the facts of each."""
     appender, policy, step, played = Appender(data), None, -1, 0
     last_listing = list[tuple[int, Path]]()
     summary = run / "summary.json"

@@ -141,7 +141,7 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Iteration:
-    """One iteration, with what is needed to play its rollouts again."""
+    """One iteration, with all facts to play its rollouts again."""
 
     base: LinearPolicy
     attempt: int

@@ -61,7 +61,7 @@ def quality_parts(policy: str, quality: str | None) -> Mapping[str, float]:
 
 @dataclass(frozen=True, eq=False)
 class RandomPolicy:
-    """Uniform actions within the bounds (A,), or one of so many choices."""
+    """Uniform actions within the bounds (A,), or one of `choices`."""
 
     low: Array
     high: Array

@@ -142,7 +142,7 @@ class Player(Closing):
             raise InputError("ENVIRONMENT", what, facts.environment_id, remedy)
 
     def play(self, plan: EpisodePlan) -> Episode:
-        """Play an episode; what its policy draws from the global generators is seeded, too."""
+        """Play an episode; global generators that its policy may draw from are seeded, too."""
         with Draws(plan.reset_seed):
             return self._play(plan)
 
@@ -182,7 +182,7 @@ class Player(Closing):
 def noisy(
     facts: EnvironmentFacts, action: Array, noise: float, generator: np.random.Generator
 ) -> Array:
-    """Add noise as of `EpisodePlan` to an action, clip it, and cast it to what will be stored."""
+    """Add the noise of an `EpisodePlan` to an action, clip it, cast it to the stored dtype."""
     if facts.discrete:
         if noise and generator.random() < noise:
             action = np.asarray(generator.integers(facts.choices))

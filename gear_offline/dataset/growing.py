@@ -127,7 +127,7 @@ class GrowingDataset(Closing):
         return self.follow(bisect_left(self._lines, step, key=attrgetter("step")))
 
     def follow(self, admissions: int) -> Dataset:
-        """Return the dataset with so many admissions, which another process may have written."""
+        """Return the dataset with that many admissions, which another process may have written."""
         if len(self._lines) < admissions:
             lines, self._seal, self._end = read_admissions(self._path, self._end, self._seal)
             self._lines += lines
@@ -150,7 +150,7 @@ class GrowingDataset(Closing):
         timeout: float = 0.0,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> Dataset:
-        """Admit what is to be admitted before the learner's `step`; return the dataset.
+        """Admit the pieces due before the learner's `step`; return the dataset.
 
         As far as there are lines, it repeats them.  Behind the last one, it admits pieces up to the
         first whose episodes `may_admit` refuses behind so many others of this look.  As long as
@@ -199,7 +199,7 @@ class GrowingDataset(Closing):
     def _admit(
         self, step: int, first: int, may_admit: Callable[[int, int], bool], most: int | None = None
     ) -> int:
-        """Admit at most so many pieces; return the number of those that do not fit together."""
+        """Admit at most `most` pieces; return the number of those that do not fit together."""
         lines, number = list[Admission](), len(self.dataset.manifest.shards)
         behind = len(self.dataset) - first
         for path in self._waiting():
@@ -229,7 +229,7 @@ class GrowingDataset(Closing):
         return 0
 
     def _fitting(self, path: Path, number: int) -> Dataset | None:
-        """Open a piece, linked as the shard of a number; put aside whatever does not fit."""
+        """Open a piece, linked as the shard of a number; put aside a piece that does not fit."""
         try:
             if path.name in self._admitted:  # by a learner that was killed then
                 path.unlink()
@@ -276,7 +276,7 @@ class GrowingDataset(Closing):
                 (self._path / INCOMING / line.piece).unlink()
 
     def close(self) -> None:
-        """Let another process grow the dataset."""
+        """Release the lock, so that another process may grow the dataset."""
         if self._log >= 0:
             os.close(self._log)
             self._log = -1

@@ -1,4 +1,4 @@
-"""The manifest: what a dataset holds, and the digests that let any damage be found.
+"""The manifest: the content of a dataset, and digests by which damage is found.
 
 docs/reference/format.md specifies the bytes: JSON as the pydantic models below allow it, and a last
 line with a digest of every byte before it.  What was admitted to a dataset that grows is said, in
@@ -74,7 +74,7 @@ class SourceFile(Model):
 
 
 class SourceRecord(Model):
-    """The origin of the data, as `gear_offline.sources.base.SourceInfo` says."""
+    """The origin of the data, as in `gear_offline.sources.base.SourceInfo`."""
 
     uri: str  # a file without its folders
     format: str
@@ -135,7 +135,7 @@ def _column(value: Any) -> ColumnSpec:
 
 
 class Manifest(Model):
-    """Everything that a dataset says about itself, as in the file."""
+    """All facts of a dataset, as in the file."""
 
     format: Literal["gear-offline"] = "gear-offline"
     format_version: Literal[1] = 1
@@ -183,7 +183,7 @@ class Manifest(Model):
         return tuple(self.layouts(shard).values())
 
     def replace_fields(self, **changes: Any) -> Self:
-        """Return the manifest with other values of some fields, which nobody checks."""
+        """Return the manifest with other values of some fields, unchecked."""
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self).model_construct(**(fields | changes))
 
@@ -356,13 +356,13 @@ def is_dataset(path: Path) -> bool:
 
 
 def is_only_dataset(path: Path) -> bool:
-    """Tell a directory that convert may replace: a dataset, and nothing else."""
+    """Return true if convert may replace a directory: a dataset, and nothing else."""
     names = set(os.listdir(path)) - {MANIFEST_NAME} if path.is_dir() else set()
     return is_dataset(path) and all(re.fullmatch(_SHARD_NAME, name) for name in names)
 
 
 def _no_dataset(path: Path) -> InputError:
-    """Return the error for a path without a manifest: what it seems to be, and the remedy."""
+    """Return the error for a path without a manifest, with a guess and the remedy."""
     what, source = "the directory is not a dataset: it has no manifest", "SOURCE"
     if re.match(r"(d4rl|minari):.", str(path)) or dataset_file(str(path)):
         what = "this names a source, not a dataset"

@@ -231,7 +231,7 @@ def chosen_episodes(which: npt.ArrayLike, episodes: int) -> Int64Array:
 
 
 def is_lost(rows: Array, dtype: npt.DTypeLike) -> bool:
-    """Tell float rows of an episode (T, ...) that a narrower float `dtype` keeps too coarsely.
+    """Return true if a narrower float `dtype` keeps an episode's rows (T, ...) too coarsely.
 
     Beside a large offset, 0.0001 or more between two of its numbers, an element of the step has
     less than a thousand of them for its range in the episode.

@@ -141,7 +141,7 @@ class Moments:
         np.maximum(self.high, high, out=self.high)
 
     def merge(self, later: Moments) -> None:
-        """Add what `later` saw; its rows come after this one's."""
+        """Add the moments of `later` rows, which come after this one's."""
         self.rows += later.rows
         with np.errstate(all="ignore"):
             self._merge(later.counts, later.mean, later.squares, later.low, later.high)

@@ -34,7 +34,7 @@ def is_first_process() -> bool:
 
 
 def check_meeting_place() -> None:
-    """Refuse (``USAGE``) variables that do not say where the processes of a launcher meet."""
+    """Refuse (``USAGE``) variables without the address at which a launcher's processes meet."""
     if not os.environ.get("MASTER_ADDR", "").strip():
         raise _variable_error("MASTER_ADDR", "and has to name a host")
     if (environment_number("MASTER_PORT", 1) or 1 << 16) >= 1 << 16:

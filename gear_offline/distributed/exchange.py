@@ -131,7 +131,7 @@ def _why_no_nccl(world: World, engine: GpuGather | None) -> str | None:
 
 
 def _open_endpoint(world: World) -> Endpoint:
-    """Return this rank's RDMA endpoint; what one rank lacks is an error on all."""
+    """Return this rank's RDMA endpoint; if one rank lacks it, all raise the error."""
     opened = list[Endpoint]()
     try:
         together(world.gather, lambda: opened.append(Endpoint.open(timeout=world.timeout)))

@@ -33,7 +33,7 @@ _GROUPS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by torch's default
 
 
 class NcclExchange:
-    """An `Exchange` whose calls are launches on torch's current stream: a block lands in its order.
+    """An `Exchange` that launches on torch's current stream: a block lands in its order.
 
     `engine` gathers this rank's batches, from a ring of `windows` times `span` rows, too.
 

@@ -15,7 +15,7 @@ from gear_offline.core.types import Int64Array
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NodeRows:
-    """The rows that this rank's node holds, and who holds the others.
+    """The rows that this rank's node holds, and the nodes that hold the others.
 
     `rows`: one C-contiguous (n, W) array for each column group with the steps of this node's
     episodes, in their order, back to back.  They must not move while an exchange is open.

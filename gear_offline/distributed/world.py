@@ -135,7 +135,7 @@ class World:
 
     @contextmanager
     def _signs_of_life(self) -> Iterator[None]:
-        """Tell the ranks that wait for this one, time and again, that it still works."""
+        """Signal repeatedly to the ranks that wait that this one still works."""
         done, pause = threading.Event(), min(SIGN_SECONDS, self.timeout / 4)
 
         def tell() -> None:
@@ -364,7 +364,7 @@ def data_world(
 
 
 def _with_nodes(world: World) -> World:
-    """Number the nodes: what torchrun calls a group of ranks, else the host's name."""
+    """Number the nodes: by torchrun's group of ranks, else by the host's name."""
     names = world.gather(os.environ.get("GROUP_RANK") or socket.gethostname())
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return replace(world, nodes=tuple(numbers[name] for name in names))

@@ -69,7 +69,7 @@ class Start(_Rates):
 
 
 class Hardware(_Rates):
-    """A node's parts, in bytes, seconds and their ratios; hardware.yaml says what each means."""
+    """A node's parts, in bytes, seconds and their ratios; hardware.yaml explains each."""
 
     gpu: Gpu
     gather: Gather

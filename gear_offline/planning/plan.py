@@ -221,7 +221,7 @@ def crossing_share(shares: Sequence[float], batch: int) -> float:
 
 
 def print_plan(document: Mapping[str, Any]) -> None:
-    """Print what `plan` predicts, a line a part; zeros are left out."""
+    """Print the prediction of `plan`, a line a part, without zeros."""
     cluster, data, model = document["cluster"], document["data"], document["model"]
     batch, placement, step = document["batch"], document["placement"], document["step"]
     run, flops = document["run"], model["flops"] + model["encoder_flops"]

@@ -60,7 +60,7 @@ class Workload:
 def make_workload(
     recipe: Recipe, *, data_bytes: int | None = None, columns: str | None = None
 ) -> Workload:
-    """Return the facts of a recipe's data, with `data_bytes` as a sample of so many in memory.
+    """Return the facts of a recipe's data, scaled to `data_bytes` in memory if given.
 
     `columns` such as ``"observations=uint8[84,84],actions=int64,rewards=float32"`` stand for data
     that do not exist, with episodes of 1,000 steps.

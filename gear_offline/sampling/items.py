@@ -67,7 +67,7 @@ class CountedDraws:
         self._begin(step, times)
 
     def _begin(self, step: int, times: Int64Array) -> None:
-        """Go to `step`, before which each episode was drawn as often as `times` says."""
+        """Go to `step`; before it episodes were drawn `times` (E,) times."""
         drawable, order = self._in_table & (times < self._most), self._whole_order
         self._step, self._times, self._size = step, times.copy(), int(drawable.sum())
         self._order = iter(() if order is None else order[drawable[order]].tolist())
@@ -217,7 +217,7 @@ class Items:
         return HostFunction(sampler.index, draws.sample, ahead=False).copy_identity(sampler)
 
     def advance(self, step: int, *, coming: int = 0) -> None:
-        """Remove items drawn often enough before `step`; so many steps are to come."""
+        """Remove items drawn often enough before `step`; `coming` more steps follow."""
         self._drawn, self._coming = step * self._slots, coming * self._slots
         if self._counted is not None:
             times = self._counted.times_at(step)
@@ -230,7 +230,7 @@ class Items:
         return self.kept if most is None else self.kept & (self.times < most)
 
     def may_insert(self, episodes: int, behind: int = 0) -> bool:
-        """Return true if the limiter lets so many episodes come, `behind` others."""
+        """Return true if the limiter admits that many episodes, `behind` others."""
         more = behind + episodes
         error = (self._inserted + more) * self._ratio - self._drawn
         return int(self._drawable.sum()) + more <= self._min_size or error <= self._most

@@ -145,7 +145,7 @@ class HostPriorities:
         self._ends = None
 
     def find(self, numbers: UInt64Array) -> Int64Array:
-        """Return for each number below `total` the item in whose range it lies, int64."""
+        """Find the item whose range holds each number below `total`, int64."""
         if self._ends is None:
             self._ends = np.cumsum(self._levels[-1], dtype=np.uint64)
         flat = numbers.reshape(-1)

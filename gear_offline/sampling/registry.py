@@ -231,7 +231,7 @@ def sampler_for(
     context_length: int | None = None,
     kept: BoolArray | None = None,
 ) -> Sampler:
-    """Build a sampler as `make_sampler` does, of a name that a recipe or its run says."""
+    """Build a sampler as `make_sampler` does, of a strategy that a recipe names."""
     if isinstance(data, EpisodeIndex):
         data = Facts(episodes=data)
     facts = Facts(
@@ -280,7 +280,7 @@ def build_sampler(name: object, facts: Facts, options: Mapping[str, Any]) -> Sam
 
 
 def check_repeats(sampler: Sampler, where: str = "") -> None:
-    """Refuse a sampler of one's own whose draws are no function of (seed, step)."""
+    """Refuse a user's sampler whose draws are no function of (seed, step)."""
     with calling_part(STRATEGIES, "drawing", where):
         draws = [sampler.sample(0, first, 2 - first, 2) for first in (0, 0, 1)]
         pair, again, second = [np.stack([each.episodes, each.starts]) for each in draws]

@@ -109,7 +109,7 @@ def top_percent(
     of: Unit = "steps",
     unit: Unit = "steps",
 ) -> Float64Array:
-    """The best episodes only: as many as make up at most so many percent, at least one.
+    """The best episodes only: at most `percent` of all steps or episodes, at least one.
 
     Of equal returns the earlier episodes are taken.
     """
@@ -134,7 +134,7 @@ def top_k(facts: Facts, k: Positive, unit: Unit = "steps") -> Float64Array:
 
 @strategy("recent")
 def recent(facts: Facts, steps: Positive) -> Array:
-    """Every start of the last episodes: as many as have at most so many steps, at least one."""
+    """Every start of the last episodes: those of at most `steps` steps together, at least one."""
     index = facts.episodes
     first = min(index.steps - steps, int(index.offsets[-2]))
     return np.where(index.offsets[:-1] >= first, index.lengths, 0)

@@ -136,12 +136,12 @@ class Window(Scales):
     gamma: Annotated[float, Checked(ge=0.0, le=1.0)] = 1.0  # discount of returns-to-go
 
     def returns(self, targets: Values) -> Values:
-        """Return (...,) returns-to-go of asked returns, in the units of the data's rewards."""
+        """Return (...,) returns-to-go of target returns in units of the data's rewards."""
         returns: Values = _cast(_cast(targets, "float64") / self.returns_scale, "float32")
         return returns
 
     def next_targets(self, targets: Float64Array, rewards: Float64Array) -> Float64Array:
-        """Return (n,) the asked returns at the next step, after `rewards` of the environment.
+        """Return the (n,) target returns of the next step, after `rewards` of the environment.
 
         With a discount of 0 the same: what is asked is then the next reward.
         """
