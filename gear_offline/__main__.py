@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from importlib import import_module
@@ -42,6 +43,7 @@ def main() -> int:
         status = int(import_module("gear_offline.cli.main").main())
         if sys.stdout is sys.__stdout__:
             os.dup2(2, 1)  # what libraries print at exit is no result
+        gc.freeze()  # else Python looks through all of torch at its end, which takes seconds
         return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

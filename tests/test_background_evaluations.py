@@ -320,6 +320,20 @@ def test_when_evaluations_run_in_the_background(data: Path, monkeypatch: Patch) 
     assert planned(CPU, "evaluate.background=on")[0] == 0, "known to this process only"
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1000.0])
+def test_a_worker_is_started_where_that_saves_time(
+    data: Path, in_process: Path, tmp_path: Path, fake: type[FakePool], monkeypatch: Patch,
+    seconds: float,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(2)))
+    monkeypatch.setattr(evaluations, "WORKER_SECONDS", seconds)
+    run = train_run(tiny_recipe(data, "train.threads=1"), out=tmp_path / "run", quiet=True)
+    assert played(run) == played(in_process)
+    late = [record["staleness_steps"] for record in read_records(run / "evaluations.jsonl")]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["evaluation"]["background"] == any(late) == (seconds == 0.0)
+
+
 @pytest.mark.parametrize(("kind", "told"), [("decision_transformer", 1), ("mlp", 0)])
 def test_episodes_beyond_the_timesteps_are_told_once(
     tmp_path: Path, capfd: Captured, kind: str, told: int

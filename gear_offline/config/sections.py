@@ -623,7 +623,7 @@ class EvaluateSettings(PlaySettings):
     seed: Count = 1000
     """Seed of the first evaluation environment."""
     background: Mode = "auto"
-    """Evaluate in other processes while training goes on; auto: where cores are free for it."""
+    """Evaluate in other processes while training goes on; auto: where that saves time."""
     device: Device = "auto"
     """Device of the policy; auto: that of training."""
     workers: Positive | None = None

@@ -56,6 +56,7 @@ from gear_offline.workers import Caller, WorkerPool
 POLL_SECONDS = 0.05
 SPARE = 2  # evaluations that may wait while all workers play
 NICENESS = 5  # where cores are short, training goes first
+WORKER_SECONDS = 6.0  # of a core, until a new worker plays
 MOST_WORKERS = 8
 MOST_THREADS = 4  # of a worker beside a GPU: an evaluation should not take minutes
 CPU_PARAMETERS = 5_000_000  # a larger model takes CPU cores hours for an evaluation
@@ -127,6 +128,7 @@ class Evaluator(Closing):
         self._thread = ThreadPoolExecutor(1)  # plays on a GPU; workers end with who started them
         self._playing: Future[None] | None = None  # there
         self._stage: Stage | None = None
+        self.seconds = 0.0  # for which the steps of the runs have waited
 
     def play(self, stop: StopRequest) -> None:
         """Play what waits when all of it is saved; Ctrl-C leaves it to resumed runs.
@@ -155,13 +157,16 @@ class Evaluator(Closing):
                 except Exception as error:
                     asked.played = error
             if not plan.thread:
+                began = time.monotonic()
                 self._play(plan, ready)
+                self.seconds += time.monotonic() - began
         if plan.thread:
             self._playing = self._thread.submit(self._play, plan, ready)
 
     def _play(self, plan: EvaluationPlan, ready: Sequence[tuple[_Waiting, Evaluation]]) -> None:
         try:
-            self._stage = self._stage or Stage(plan.cores, keep=plan.thread)
+            cores = plan.cores if plan.thread else None
+            self._stage = self._stage or Stage(cores, keep=plan.thread)
             played = evaluate_together([evaluation for _, evaluation in ready], self._stage)
         except Exception as error:
             played = [error] * len(ready)
@@ -216,6 +221,8 @@ class RunEvaluations(Closing):
         self._player.runs.append(self)
         self._queue: dict[int, _Waiting] = {}  # by step, ascending
         self._polled = 0.0
+        self.used_workers = False
+        self._began, self._first_step = time.monotonic() - self._player.seconds, learner.step
         # those that failed are played again
         self.recorded = [report for report in read_evaluations(self._path) if not report.error]
         self._file = AppendedFile(self._path / "evaluations.jsonl")
@@ -231,6 +238,24 @@ class RunEvaluations(Closing):
         best, newest = best_of(self.recorded), self._recipe.train.keep_checkpoints
         step = None if best is None else best.step
         return Keep(newest=newest, best=step, pinned=self.outstanding)
+
+    @property
+    def uses_workers(self) -> bool:
+        """True if the next evaluation goes to a worker process.
+
+        ``auto`` starts the first one where what is left takes longer than its start, at the pace
+        since the run began.  The returns are the same, for the threads are.
+        """
+        plan, learner = self.plan, self._learner
+        if not plan.workers or plan.thread:
+            return False
+        if self.used_workers or self._recipe.evaluate.background == "on":
+            return True
+        seconds = time.monotonic() - self._began
+        if plan.workers == 1:  # it would play as long; several play side by side
+            seconds -= self._player.seconds
+        left = self._recipe.train.steps - learner.step
+        return left * seconds > WORKER_SECONDS * (learner.step - self._first_step)
 
     def _is_new(self, step: int) -> bool:
         return step not in self._queue and all(r.step != step for r in self.recorded)
@@ -250,7 +275,7 @@ class RunEvaluations(Closing):
         if not self._is_new(step):
             return
         self._queue[step] = _Waiting()
-        if not self.plan.workers and self._is_alone:
+        if not self.uses_workers and not self.plan.thread and self._is_alone:
             self._saver.close()  # the checkpoint is whole now, or given up
             self._saver.check()
             with self._progress.paused("evaluating"):
@@ -262,7 +287,7 @@ class RunEvaluations(Closing):
     def oldest(self) -> tuple[int, _Waiting] | None:
         """Return the step and the evaluation that is to be played next in this process."""
         self._drop_given_up()
-        queue = {} if self.plan.workers and not self.plan.thread else self._queue
+        queue = {} if self.uses_workers else self._queue
         return next((asked for asked in queue.items() if asked[1].played is None), None)
 
     def is_saved(self, step: int) -> bool:
@@ -292,10 +317,11 @@ class RunEvaluations(Closing):
         for step, waiting in self._queue.items():
             if waiting.job is not None:
                 waiting.played = ended.get(waiting.job, waiting.played)
-            elif plan.workers and not plan.thread and self.is_saved(step) and self._pool.has_room:
+            elif self.uses_workers and self.is_saved(step) and self._pool.has_room:
                 job = known, self._saver.path(step).absolute(), self._tasks, str(plan.device)
                 try:
                     play = f"{__name__}:play_nicely"
+                    self.used_workers = True
                     waiting.job = self._pool.submit(play, *job, plan.threads, plan.cores)
                 except Exception as error:
                     waiting.played = error

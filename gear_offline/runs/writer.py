@@ -78,6 +78,8 @@ class RunWriter(Closing):
             count = count_text(plan.workers, "process", "processes")
             count = "a thread" if plan.thread else count
             away = f"in the background ({count} on {plan.device})"
+            if not plan.thread and self._recipe.evaluate.background == "auto":
+                away += " where that saves time"
             lines.append(f"evaluation: {away if plan.workers else 'in the training process'}")
         say("\n".join(lines), quiet=self._quiet)
 
@@ -184,7 +186,7 @@ class RunWriter(Closing):
             "save_wait_share": self._stalled / logged if logged > 0 else 0.0,
             "throughput": learner.meter.summary(),
             "evaluation": {
-                "background": plan.workers > 0,
+                "background": plan.thread or self._evaluations.used_workers,
                 "workers": plan.workers,
                 "device": str(plan.device),
             },
