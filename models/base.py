@@ -20,6 +20,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from gear_offline.config.problems import nearest, problem_text
@@ -409,6 +410,23 @@ def evaluation_mode(model: SequenceModel) -> Iterator[None]:
         model.train()
         for module, mode in modes:
             module.training = mode
+
+
+class _WithoutDraws(TorchFunctionMode):
+    """Skips the draws that would import ``torch._dynamo`` on the meta device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (nn.init.normal_, Tensor.normal_):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def weightless() -> Iterator[None]:
+    """Make modules without memory or draws inside: `assign_weights` gives them weights."""
+    with torch.device("meta"), _WithoutDraws():
+        yield
 
 
 def assign_weights(

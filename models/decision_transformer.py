@@ -33,7 +33,13 @@ from gear_offline.core.files import write_file
 from gear_offline.core.hub import fetch
 from gear_offline.core.text import plain
 from gear_offline.errors import InputError
-from gear_offline.models.base import ModelFacts, PlayedWindow, SequenceModel, assign_weights
+from gear_offline.models.base import (
+    ModelFacts,
+    PlayedWindow,
+    SequenceModel,
+    assign_weights,
+    weightless,
+)
 from gear_offline.models.blocks import Encoder, Keep, dense_mask, drop, init_weights
 from gear_offline.models.encoders import ColumnEncoder, FrameEncoder, resolve_encoder
 from gear_offline.models.gaussian import INITIAL_TEMPERATURE, Gaussian, gaussian_losses
@@ -198,9 +204,9 @@ class DecisionTransformer(SequenceModel):
         keys = TransformerConfig.model_validate_json(config)
         if keys.n_layer > len(weights):
             raise ValueError(f"n_layer is {keys.n_layer}")
-        # The meta device takes no memory: a configuration may ask for more than there is.  It also
-        # leaves torch's generator alone, from which a training in another thread draws.
-        with torch.device("meta"):
+        # No memory is taken: a configuration may ask for more than there is.  Nor is
+        # torch's generator used, from which a training in another thread draws.
+        with weightless():
             model = cls(keys)
         assign_weights(model, weights)
         return model

@@ -40,8 +40,7 @@ class TaskEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(len(action_dims), hidden_size))
         # Saved, though the configuration has it: loading may make buffers anew without values.
         self.register_buffer("action_dims", torch.tensor(list(action_dims), dtype=torch.int64))
-        if not self.weight.is_meta:
-            nn.init.normal_(self.weight, std=TASK_STD)
+        nn.init.normal_(self.weight, std=TASK_STD)
 
     def forward(self, tasks: Tensor) -> Tensor:
         """Return (B, 1, 1, H), to be added to the tokens of windows of `tasks`, (B,) int64."""

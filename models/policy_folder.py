@@ -25,7 +25,13 @@ from gear_offline.core.hub import card
 from gear_offline.core.parts import digest_of, is_part, readmit
 from gear_offline.core.text import LEAST, first_line, interval_text, printable, say, told_apart
 from gear_offline.errors import InputError, is_out_of_memory
-from gear_offline.models.base import MODELS, SequenceModel, assign_weights, model_from_config
+from gear_offline.models.base import (
+    MODELS,
+    SequenceModel,
+    assign_weights,
+    model_from_config,
+    weightless,
+)
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.tensor_file import FileFacts, file_facts, write_tensors
 from gear_offline.tables.fields import Window
@@ -148,7 +154,7 @@ def assemble(
         elif kind and document.get("digest", "") not in ("", digest_of(kind)):
             say(f"{kind} has changed since these weights were trained: it may act otherwise")
         is_own = (kind or stored_kind) in MODELS.own  # a user's may need memory when made
-        with torch.device("meta") if is_own else torch.random.fork_rng([]):
+        with weightless() if is_own else torch.random.fork_rng([]):
             model = model_from_config(document, kind or stored_kind)
     else:
         if kind not in (None, "decision_transformer"):

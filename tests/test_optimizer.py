@@ -87,6 +87,31 @@ def test_state_moves_to_another_optimizer_bit_for_bit() -> None:
     assert_same_state(second, whole)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_steps_of_a_cpu_are_pytorchs_bit_for_bit(decay: float) -> None:
+    """With two dtypes, and a parameter that gets no gradient in some steps."""
+    chosen = OptimizerSettings(
+        weight_decay=decay, betas=(0.8, 0.99), clip_norm=None, warmup_steps=3
+    )
+    source = torch.Generator().manual_seed(0)
+    first = [torch.randn(shape, generator=source) for shape in [(), (7, 129), (3,), (64,)]]
+    first.append(torch.randn(5, generator=source, dtype=torch.float64))
+    own, theirs = (nn.ParameterList(nn.Parameter(w.clone()) for w in first) for _ in range(2))
+    optimizer = Optimizer(own, chosen, steps=9)
+    adamw = torch.optim.AdamW(theirs, betas=chosen.betas, weight_decay=decay, fused=True)
+    for step in range(9):
+        for number, (mine, plain) in enumerate(zip(own, theirs, strict=True)):
+            drawn = torch.randn(plain.shape, generator=source, dtype=plain.dtype)
+            mine.grad = plain.grad = None if (number, step % 3) == (2, 0) else drawn
+        optimizer.update(step)
+        adamw.param_groups[0]["lr"] = optimizer.rate(step)
+        adamw.step()
+    assert_same_state(own, theirs)
+    for name, plain in theirs.named_parameters():
+        for kind, value in adamw.state[plain].items():
+            assert torch.equal(optimizer.state()[f"optimizer/{kind}/{name}"], value)
+
+
 @pytest.mark.parametrize("limit", [None, 0.25, 1e9])
 def test_clipping(limit: float | None) -> None:
     net = network()

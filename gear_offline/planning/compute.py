@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import TransformerSettings
 from gear_offline.kernels.short_attention import HEAD_SIZES, MOST_TOKENS
-from gear_offline.models.base import ModelSizes
+from gear_offline.models.base import ModelSizes, weightless
 from gear_offline.planning.hardware import Cluster
 from gear_offline.training.cost import (
     CONTEXT_BYTES,
@@ -122,7 +122,7 @@ def model_size(recipe: Recipe, sizes: ModelSizes, segments: int) -> tuple[int, f
     """Return a model's parameters, the FLOPs of encoding one step's frames, forward, and its own
     of a training step of so many windows."""
     recipe = recipe.settle({"model.max_timestep": recipe.model.max_timestep or 1000})
-    with torch.device("meta"):  # no weights are made
+    with weightless():  # no weights are made
         model = recipe_model(recipe, sizes)
     encoding = 0.0
     if isinstance(encoder := getattr(model, "frame_encoder", None), torch.nn.Module):
