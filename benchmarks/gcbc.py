@@ -27,7 +27,7 @@ import gear_offline as go
 from benchmarks.ogbench import CACHE, COMMON, EPISODES, MODELS, converted, listed, make, text_of
 from gear_offline.core.files import write_file
 from gear_offline.core.system import machine, usable_cores
-from gear_offline.runs.prepare import resolve
+from gear_offline.runs.resolve import resolve
 from gear_offline.training.learner import Learner
 
 PRINTED = (1, 2, 5, 10, 20, 50, 100, 200, 500)  # and thousands

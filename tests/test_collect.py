@@ -17,8 +17,8 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.export import _Output
+from gear_offline.runs.data import prepare_one
 from gear_offline.runs.loop import train_run
-from gear_offline.runs.prepare import prepare_one
 from gear_offline.sources import open_source
 from tests.collect_environments import CLOCK, COUNTER, LIMIT, PUSH, length_of
 from tests.image_support import ENVIRONMENT, SIZE, BandEnvironment, register_environment

@@ -22,7 +22,7 @@ from gear_offline.models.hugging_face import to_released
 from gear_offline.models.policy import Policy
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.loop import train_run
-from gear_offline.runs.prepare import resolve
+from gear_offline.runs.resolve import resolve
 from gear_offline.training.json_lines import read_records
 from gear_offline.training.model import sizes_of
 from gear_offline.training.trained import load_policy

@@ -28,7 +28,7 @@ from gear_offline.evaluation.environments import (
 from gear_offline.evaluation.rollout import Environments
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.loop import train_run
-from gear_offline.runs.prepare import resolve
+from gear_offline.runs.resolve import resolve
 from gear_offline.sources import open_source
 from tests.evaluation_support import Constant, Given, play_episodes
 from tests.support import Captured, Patch, failing_code, make_dataset, one_error

@@ -24,7 +24,7 @@ from gear_offline.loaders.batch import split_steps
 from gear_offline.loaders.goals import with_goals
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.runs.loop import TrainingInterrupted, train_run
-from gear_offline.runs.prepare import resolve
+from gear_offline.runs.resolve import resolve
 from tests.gpu_support import same
 from tests.image_support import image_columns
 from tests.kernels_on_cpu import gpu_gather, on_cpu

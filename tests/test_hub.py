@@ -24,7 +24,7 @@ from transformers import DecisionTransformerModel
 
 import gear_offline as go
 from gear_offline.cli.main import main
-from gear_offline.runs.prepare import prepare_dataset
+from gear_offline.runs.data import prepare_dataset
 from tests.checkpoint_support import write_run
 from tests.support import Captured, Patch, make_dataset, one_error, run_python, write_hdf5
 

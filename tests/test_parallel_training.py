@@ -57,7 +57,7 @@ def trained(
 SLOW = """
 import os, sys, time
 import gear_offline as go
-from gear_offline.runs import prepare
+from gear_offline.runs import data
 
 def slow(*words, **options):
     if sys.argv[4] == "dies":
@@ -65,7 +65,7 @@ def slow(*words, **options):
     time.sleep(4)
     return convert(*words, **options)
 
-convert, prepare.convert = prepare.convert, slow
+convert, data.convert = data.convert, slow
 try:
     go.train(sys.argv[1], {"data.path": sys.argv[2], "train.timeout": 2.5}, out=sys.argv[3])
 except go.GearError as error:

@@ -21,8 +21,9 @@ from gear_offline.core import files
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.scores import ReferenceScores
 from gear_offline.errors import InputError
+from gear_offline.runs.data import prepare_dataset, prepare_one
 from gear_offline.runs.loop import train_run
-from gear_offline.runs.prepare import prepare_dataset, prepare_one, resolve
+from gear_offline.runs.resolve import resolve
 from gear_offline.sources import from_arrays
 from gear_offline.sources.input_files import InputFile
 from gear_offline.training.json_lines import read_records

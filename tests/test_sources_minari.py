@@ -19,7 +19,7 @@ from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import GearError
 from gear_offline.evaluation.play import evaluate_tasks, tasks_of
 from gear_offline.export import export_hdf5
-from gear_offline.runs.prepare import resolve
+from gear_offline.runs.resolve import resolve
 from gear_offline.sources import open_source
 from tests.evaluation_support import Constant
 from tests.support import iter_episodes, one_error, refused

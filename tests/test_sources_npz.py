@@ -14,7 +14,7 @@ from numpy.lib import format as npy
 from gear_offline.config.recipe import load_recipe
 from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import open_dataset
-from gear_offline.runs.prepare import resolve
+from gear_offline.runs.resolve import resolve
 from gear_offline.sources import open_source
 from tests.support import one_error, refused
 

@@ -19,9 +19,9 @@ from gear_offline.errors import GearError
 from gear_offline.evaluation.play import evaluate_together
 from gear_offline.progress import Progress
 from gear_offline.runs import evaluations
+from gear_offline.runs.data import prepare_dataset
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.loop import TrainingInterrupted, train_run
-from gear_offline.runs.prepare import prepare_dataset
 from gear_offline.sweep import jobs as sweep_jobs
 from gear_offline.sweep.gpus import train_on_gpus
 from gear_offline.sweep.jobs import Work, run_errors

@@ -20,7 +20,7 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.errors import GearError
 from gear_offline.evaluation.environments import make_environment
 from gear_offline.runs.evaluate import evaluate
-from gear_offline.runs.prepare import resolve
+from gear_offline.runs.resolve import resolve
 from gear_offline.tables.shared import SharedMemory
 from tests.checkpoint_support import write_run
 from tests.support import (

@@ -27,8 +27,8 @@ from gear_offline.core.text import count_text, say, short
 from gear_offline.errors import GearError, InputError, given_path
 from gear_offline.loaders.options import recipe_sampler
 from gear_offline.progress import Progress
+from gear_offline.runs.data import prepare_dataset
 from gear_offline.runs.loop import TrainingInterrupted
-from gear_offline.runs.prepare import prepare_dataset
 from gear_offline.sampling import find_strategy
 from gear_offline.sweep.report import SweepResult, read_sweep
 from gear_offline.sweep.run import run_trials

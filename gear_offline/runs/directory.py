@@ -1,4 +1,4 @@
-"""The directory of one training run: who may write it, how files get in, what may change.
+"""The directory of one training run: who may write it, how files get in.
 
 docs/reference/run-files.md says what lies in it.
 """
@@ -6,23 +6,16 @@ docs/reference/run-files.md says what lies in it.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from gear_offline.config.files import KINDS, OWN_OPTIONS, flat
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import LOCK, HeldDirectory, unusable, write_file
-from gear_offline.core.hub import is_there
-from gear_offline.core.parts import bare_name, is_same
 from gear_offline.errors import InputError, given_path
-from gear_offline.tables.joint import TableData, data_digest
 from gear_offline.training.checkpoint import (
-    SavedState,
     find_checkpoint,
     list_checkpoints,
-    read_state,
     remove_checkpoint,
     remove_partial,
 )
@@ -92,112 +85,6 @@ def check_place(path: Path, *, resume: bool) -> None:
     if is_run(path) and not resume:
         remedy = "go on with --resume, or train into another directory (--out, name=, seed=)"
         raise InputError("OUTPUT_EXISTS", "there is a run already", str(path), remedy)
-
-
-# what may differ when a run is resumed: none of it changes a step that was done
-RESUMABLE = (
-    "description",
-    *(f"loader.{n}" for n in ("engine", "placement", "hbm_budget", "host_budget")),
-    *(f"loader.{n}" for n in ("sharding", "exchange")),
-    *(f"train.{n}" for n in ("steps", "device", "graph", "parallel", "reshard", "accumulate")),
-    *(f"train.{n}" for n in ("recompute", "threads", "timeout", "checkpoint_every")),
-    *(f"train.{n}" for n in ("keep_checkpoints", "trackers", "callbacks", "project")),
-    *(f"evaluate.{n}" for n in ("background", "device", "workers")),
-)
-
-
-# what is settled at a run's first start, where a recipe leaves it open (null, auto)
-SETTLED = re.compile(
-    r"optimizer\.warmup_steps|model\.max_timestep|train\.(threads|compile|precision)"
-    r"|(evaluate|data\.tasks\..*)\.(environment|reference|targets|returns_scale)"
-    r"|data\.(tasks\..*\.)?admissions"
-)
-# what a dataset is made of, which does not matter once it is there: its digest is compared
-ORIGIN = re.compile(r"data\.(tasks\..*\.)?(source|columns|collect|fallback)(\..*)?")
-
-
-def recipe_before(path: Path, start: Path | None = None) -> tuple[Recipe, SavedState] | None:
-    """Return the recipe that the run at `path`, or a checkpoint `start`, began with, and its state.
-
-    None of a run without a checkpoint that can be read.
-    """
-    saved = [start] if start else [place for _, place in list_checkpoints(path / "checkpoints")]
-    for place in reversed(saved):
-        with suppress(InputError):  # recipe.yaml may be edited, a checkpoint is not
-            state = read_state(place)
-            before = Recipe.read(state.recipe, where=str(path))
-            warmup = before.optimizer.warmup(before.train.steps)
-            return before.settle({"optimizer.warmup_steps": warmup}), state
-    return None
-
-
-def going_on(recipe: Recipe, before: Recipe) -> Recipe:
-    """Return a recipe with what it leaves open as it was settled when the run began."""
-    old, new = flat(before.to_dict()), flat(recipe.to_dict())
-    left = [key for key in new if new[key] in (None, "auto") and SETTLED.fullmatch(key)]
-    return recipe.settle({key: old[key] for key in left if key in old})
-
-
-def check_resumed(
-    path: Path, recipe: Recipe, start: Path | None = None, dataset: TableData | None = None
-) -> None:
-    """Refuse to go on with a run whose recipe or data are another run's, or has fewer steps.
-
-    A run without a checkpoint is not refused.  What goes on is `start`, a checkpoint of any run, or
-    by default the run at `path`.  Without a `dataset` the recipe leaves options to the data.
-    """
-    if (known := recipe_before(path, start)) is None:
-        return
-    (before, state), recipe = known, going_on(recipe, known[0])
-    if unlike := _differences(before, recipe, state.step, is_resolved=dataset is not None):
-        remedy = f"undo that (here, or in {path / 'recipe.yaml'} if it was edited), or train "
-        remedy += "into another directory"
-        if "train.steps" in unlike:
-            remedy = f"train.steps may change with optimizer.schedule=constant; {remedy}"
-        raise InputError("RUN_MISMATCH", "; ".join(unlike.values()), str(path), remedy)
-    grows = recipe.data.admit_every is not None
-    if dataset is not None and not grows and state.loader.get("dataset") != data_digest(dataset):
-        what, remedy = "the run began with other data", "train into another directory"
-        raise InputError("LOADER_STATE", what, str(path), remedy)
-    if state.step > (steps := recipe.train.steps):
-        what = f"train.steps is {steps}, but {state.step} steps are done"
-        remedy = "ask for at least as many steps, or train into another directory"
-        raise InputError("RUN_MISMATCH", what, where=str(path), remedy=remedy)
-
-
-def changed_parts(path: Path, recipe: Recipe, start: Path | None = None) -> list[str]:
-    """Return the parts of a recipe whose files have changed since its run began."""
-    known = recipe_before(path, start) if recipe.parts else None
-    before = known[0].parts if known else {}
-    moved = {bare_name(name): digest for name, digest in before.items()}  # with its file
-    changed = []
-    for name, digest in recipe.parts.items():
-        old = before.get(name) or moved.get(bare_name(name))
-        changed += [name] if old and digest and old != digest else []
-    return changed
-
-
-def _differences(before: Recipe, now: Recipe, step: int, *, is_resolved: bool) -> dict[str, str]:
-    """Return each option that makes another run of `now` after so many steps, with both values."""
-    old, new = flat(before.to_dict()), flat(now.to_dict())
-    past = before.train.batch_of(step - 1) if step else -1
-    for options, recipe in ((old, before), (new, now)):  # what is skipped later is free
-        options["train.skip"] = [list(span) for span in recipe.train.skip if span[0] <= past]
-    free = {*RESUMABLE, *(key for key in {*old, *new} if key.startswith("parts."))}
-    if now.optimizer.schedule != "constant":
-        free.remove("train.steps")  # the learning rates of the steps done depend on it
-    if is_there(now.data.path or ""):  # the loader's state has the digest of its data
-        free.add("data.path")
-    if not is_resolved:
-        free |= {key for key in {*old, *new} if new.get(key) is None} | {"model.action_tanh"}
-    free |= {key for key in {*old, *new} if ORIGIN.fullmatch(key) or old.get(key) == "auto"}
-    differences = dict[str, str]()
-    for key in sorted({*old, *new} - free, key=lambda key: (key not in KINDS, key)):
-        section, was, now_is = key.partition(".")[0], old.get(key), new.get(key)
-        is_implied = f"{section}.{OWN_OPTIONS.get(section)}" in differences  # of another model
-        if not (is_implied or is_same(was, now_is)):
-            differences[key] = f"{key} was {was!r} when the run began and is {now_is!r} now"
-    return differences
 
 
 class RunDirectory(HeldDirectory):

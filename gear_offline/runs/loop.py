@@ -27,9 +27,11 @@ from gear_offline.distributed.world import World, current, open_world, rank_devi
 from gear_offline.errors import GearError
 from gear_offline.progress import Progress
 from gear_offline.runs.callbacks import Callback, Callbacks, recipe_callbacks
-from gear_offline.runs.directory import RunDirectory, changed_parts, check_resumed, default_run_path
+from gear_offline.runs.data import open_growing, prepare_dataset
+from gear_offline.runs.directory import RunDirectory, default_run_path
 from gear_offline.runs.evaluations import RunEvaluations, Shared
-from gear_offline.runs.prepare import open_growing, prepare_dataset, resolve, settle
+from gear_offline.runs.resolve import find_start, resolve, settle
+from gear_offline.runs.resume import Past, find_past
 from gear_offline.runs.run import Run
 from gear_offline.runs.trackers import trackings
 from gear_offline.runs.writer import RunWriter
@@ -71,8 +73,8 @@ def train_run(
         # what can be refused before the data are read, or made
         check_micro_batches(world.rank_batch(recipe.loader.batch_size), recipe.train.accumulate)
         directory = world.lead(lambda: held.enter_context(RunDirectory(path, resume=resume)))
-        world.lead(lambda: check_resumed(path, recipe, start))
-        settled = world.lead(lambda: settle(recipe, path, device, start=start).to_dict())
+        past = world.lead(lambda: find_past(path, start))
+        settled = world.lead(lambda: settle(recipe, device, past).to_dict())
         recipe = Recipe.read(world.gather(settled)[0])
         held.enter_context(torch_alone(recipe.name, quiet=quiet))
 
@@ -88,6 +90,7 @@ def train_run(
             dataset,
             device,
             world=world,
+            past=past,
             start=start,
             callbacks=callbacks,
             quiet=quiet,
@@ -116,6 +119,7 @@ def begin_run(
     device: torch.device,
     *,
     world: World | None = None,
+    past: Past | None = None,
     start: Path | None = None,
     callbacks: Sequence[Callback] = (),
     shared: Shared | None = None,
@@ -123,19 +127,21 @@ def begin_run(
 ) -> Iterator[LiveRun]:
     """Begin a run, or take it up where its newest checkpoint left it, within its `run_settings`.
 
-    The first rank holds the `directory` and has the callbacks.
+    The first rank holds the `directory`, knows the `past` and has the callbacks.
     """
-    world = world or World()
-    recipe, sizes = resolve(recipe, dataset, quiet=quiet)  # it says everything in numbers
-    world.lead(lambda: check_resumed(run.path, recipe, start, dataset))
-    for name in changed_parts(run.path, recipe, start):
+    world, weights = world or World(), find_start(recipe)
+    recipe, sizes = resolve(recipe, dataset, weights, quiet=quiet)  # it says all in numbers
+    world.lead((lambda: past.check(recipe, dataset)) if past else (lambda: None))
+    for name in past.changed_parts(recipe) if past else ():
         say(f"{name} has changed since the run began: results from before are not its", quiet=quiet)
     with ExitStack() as held:
         growing = open_growing(recipe, sizes, dataset, world=world, quiet=quiet)
         if growing is not None:
             held.enter_context(growing)
         torch.manual_seed(recipe.seed)
-        learner = Learner(recipe, sizes, dataset, device, world=world, growing=growing)
+        learner = Learner(
+            recipe, sizes, dataset, device, world=world, growing=growing, start=weights
+        )
         held.callback(learner.release)
         own = (*trackings(recipe.train), *recipe_callbacks(recipe), *callbacks)
         listeners = held.enter_context(Callbacks(run, own if world.is_first else ()))

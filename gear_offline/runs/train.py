@@ -95,19 +95,19 @@ def train(
     from gear_offline.core.text import say
     from gear_offline.runs.callbacks import check_callbacks
     from gear_offline.runs.checks import check_recipe
-    from gear_offline.runs.directory import check_place, going_on, recipe_before, run_and_start
+    from gear_offline.runs.directory import check_place, run_and_start
+    from gear_offline.runs.resume import find_past
     from gear_offline.runs.run import Run
 
     callbacks = check_callbacks(callbacks)
     path, start = run_and_start(recipe, whole, out, resume=resume, checkpoint=checkpoint)
-    before, steps = recipe_before(path, start), whole.train.steps
-    optimizer = (going_on(whole, before[0]) if before else whole).optimizer
-    warmup = min(optimizer.warmup(steps), steps)
+    past, steps = find_past(path, start), whole.train.steps
+    warmup = min((past.fill(whole) if past else whole).optimizer.warmup(steps), steps)
     text = f"{steps:,} steps" + (f", the first {warmup:,} of them warm-up" if warmup else "")
     say(f"{whole.name}: {text}; seed {whole.seed}", quiet=quiet)
     if is_first_process():
         check_recipe(whole, where=f"recipe {whole.name}")
-        is_of_run = before is not None and before[0].data_paths == whole.data_paths
+        is_of_run = past is not None and past.recipe.data_paths == whole.data_paths
         for data in (whole.data.tasks or {}).values() or [whole.data]:
             is_made = not is_of_run and (data.maker.source or data.maker.collect)
             if not (is_made or (data.path and is_there(data.path))):

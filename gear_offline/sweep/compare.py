@@ -22,7 +22,7 @@ from gear_offline.core.parts import is_same
 from gear_offline.core.text import Document
 from gear_offline.errors import InputError, given_path
 from gear_offline.progress import Printed, Terminal
-from gear_offline.runs.directory import RESUMABLE
+from gear_offline.runs.resume import RESUMABLE
 from gear_offline.runs.run import Run, open_run
 from gear_offline.sweep.report import plot_curves
 from gear_offline.sweep.results import SeedTable, TrialResult, make_table, read_result

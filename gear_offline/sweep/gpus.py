@@ -16,8 +16,8 @@ from gear_offline.core.interruption import StopRequest
 from gear_offline.errors import GearError
 from gear_offline.evaluation.environments import PROBED, Known
 from gear_offline.progress import Progress
+from gear_offline.runs.data import prepare_dataset
 from gear_offline.runs.loop import TrainingInterrupted
-from gear_offline.runs.prepare import prepare_dataset
 from gear_offline.sweep.jobs import POLL_SECONDS, Work
 from gear_offline.sweep.stacks import stacks_of, train_stacks
 from gear_offline.sweep.trials import Trial

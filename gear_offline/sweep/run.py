@@ -28,10 +28,11 @@ from gear_offline.errors import InputError, given_path
 from gear_offline.evaluation.environments import PROBED, known_of
 from gear_offline.progress import Progress
 from gear_offline.runs.checks import check_recipe, check_selection
-from gear_offline.runs.directory import changed_parts, check_resumed
+from gear_offline.runs.data import prepare_dataset
 from gear_offline.runs.evaluations import MOST_WORKERS
 from gear_offline.runs.loop import TrainingInterrupted
-from gear_offline.runs.prepare import prepare_dataset, resolve
+from gear_offline.runs.resolve import find_start, resolve
+from gear_offline.runs.resume import find_past
 from gear_offline.sweep.gpus import gpus_of, train_on_gpus
 from gear_offline.sweep.jobs import LOCK_SECONDS, Work, train_in_pool, train_in_processes
 from gear_offline.sweep.report import SweepResult, read_sweep
@@ -250,7 +251,8 @@ def _prepared(
         key = trial.recipe.data_key
         if key not in datasets:
             datasets[key] = prepare_dataset(trial.recipe, quiet=quiet)
-        resolved[trial.name], _ = resolve(trial.recipe, datasets[key], quiet=True)
+        start = find_start(trial.recipe)
+        resolved[trial.name], _ = resolve(trial.recipe, datasets[key], start, quiet=True)
     return datasets, resolved
 
 
@@ -264,11 +266,12 @@ def _unfinished(
     left = []
     for trial in trials:  # complete ones too: the name of a run has to tell what it is
         path, recipe = directory.run_path(trial), resolved[trial.name]
-        check_resumed(path, recipe, None, datasets[trial.recipe.data_key])
-        if changed := changed_parts(path, recipe):
-            what = f"{', '.join(changed)} has changed since this run began"
-            remedy = "sweep into another directory (--out), or put the file back as it was"
-            raise InputError("RUN_MISMATCH", what, str(path), remedy)
+        if (past := find_past(path)) is not None:
+            past.check(past.fill(recipe), datasets[trial.recipe.data_key])
+            if changed := past.changed_parts(recipe):
+                what = f"{', '.join(changed)} has changed since this run began"
+                remedy = "sweep into another directory (--out), or put the file back as it was"
+                raise InputError("RUN_MISMATCH", what, str(path), remedy)
         if not (is_complete(trial, path) and is_played(recipe, path)):
             left.append(trial)
     return left

@@ -29,7 +29,8 @@ from gear_offline.runs.loop import (
     begin_run,
     run_settings,
 )
-from gear_offline.runs.prepare import resolve, settle
+from gear_offline.runs.resolve import find_start, resolve, settle
+from gear_offline.runs.resume import find_past
 from gear_offline.runs.run import Run
 from gear_offline.sweep.jobs import Work, run_errors
 from gear_offline.sweep.trials import Trial
@@ -81,7 +82,7 @@ def stacks_of(work: Work) -> Iterator[list[Trial]]:
 def _can_stack(recipe: Recipe, work: Work) -> bool:
     dataset = work.datasets[recipe.data_key]
     try:
-        resolved, sizes = resolve(recipe, dataset, quiet=True)
+        resolved, sizes = resolve(recipe, dataset, find_start(recipe), quiet=True)
         learns = recipe_sampler(resolved, dataset).loss_sampler is not None
     except GearError:  # its own run tells of what is wrong
         return False
@@ -128,14 +129,15 @@ class _OpenStack(RunGroup, Closing):
         return [apart] if apart else []
 
     def _open(self, trial: Trial, path: Path, shared: Shared) -> LiveRun:
-        recipe, device = settle(trial.recipe, path, self._work.device), self._work.device
+        device, past = self._work.device, find_past(path)
+        recipe = settle(trial.recipe, device, past)
         # a stack draws on with the random numbers of its first run
         forked = _fork_random(device) if self.runs else nullcontext()
         with forked, run_settings(recipe), ExitStack() as held:
             directory = held.enter_context(RunDirectory(path, resume=path.exists()))
             dataset = self._work.datasets[recipe.data_key]
             begun = begin_run(
-                Run(path), directory, recipe, dataset, device, shared=shared, quiet=True
+                Run(path), directory, recipe, dataset, device, past=past, shared=shared, quiet=True
             )
             run = held.enter_context(begun)
             self.runs.append(run)

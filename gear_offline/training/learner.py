@@ -39,7 +39,7 @@ from gear_offline.training.model import make_training_model
 from gear_offline.training.optimizer import Optimizer
 from gear_offline.training.parallel import take_over
 from gear_offline.training.seeding import random_states, restore_random, seed_host
-from gear_offline.training.trained import find_trained
+from gear_offline.training.trained import TrainedModel
 from gear_offline.training.window import ReportWindow
 
 MEASURED = ("step", "loss", "gradient_norm", "learning_rate")  # names that losses may have too
@@ -54,9 +54,9 @@ class Learner:
     Call it under the torch seed of the run: building the model draws from torch's generator, and
     so does dropout afterwards.
 
-    `recipe` is resolved (`gear_offline.runs.prepare.resolve`).  Each rank of `world` has a learner;
-    they call `advance`, `report` and `tensors` together.  `growing` is where a `dataset` comes from
-    that grows.
+    `recipe` is resolved (`gear_offline.runs.resolve`).  Each rank of `world` has a learner; they
+    call `advance`, `report` and `tensors` together.  `growing` is where a `dataset` comes from that
+    grows, `start` the model that ``train.init`` names.
     """
 
     def __init__(
@@ -68,10 +68,11 @@ class Learner:
         *,
         world: World | None = None,
         growing: GrowingDataset | None = None,
+        start: TrainedModel | None = None,
     ) -> None:
+        assert (start is None) == (recipe.train.init is None), "a start is what train.init names"
         self.recipe, self.device = recipe, device
         self.world = world = World() if world is None else world
-        start = None if recipe.train.init is None else find_trained(recipe.train.init)
         self._start = None if start is None else start.window
         if start is not None and start.run is not None and world.is_first:
             _say_other_options(recipe, start.recipe)

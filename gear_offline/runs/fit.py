@@ -1,0 +1,145 @@
+"""Check whether a recipe fits its data, and the machine; say what a user may have overlooked."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+
+from gear_offline.config.recipe import Recipe
+from gear_offline.core.parts import is_same
+from gear_offline.core.system import available_bytes
+from gear_offline.core.text import count_text, say, short, size_text, texts
+from gear_offline.dataset.dataset import Dataset
+from gear_offline.errors import InputError
+from gear_offline.evaluation.environments import EnvironmentFacts
+from gear_offline.models.base import ModelSizes
+from gear_offline.models.decision_transformer import beyond_tanh
+from gear_offline.tables.fields import is_image, standard_fields
+
+MOST_FLOAT32 = float(np.finfo(np.float32).max)
+SEEN = 0.05  # returns-to-go below it are next to nothing to the model
+SLACK, LEAST_BEYOND = 0.01, 0.01  # of an action's range, and of actions: less is not said
+SHARDS_READ = 8  # at most, to count actions
+
+
+def check_condition(recipe: Recipe, dataset: Dataset) -> None:
+    """Refuse goals of frames, and returns of data without rewards."""
+    goals, observed = recipe.loader.goals is not None, recipe.loader.observations
+    has_frames = is_image(dataset.spec[observed[0]])
+    if goals and has_frames:
+        what, remedy = "goals are vectors, and the data are frames", "use loader.goals=null"
+        raise InputError("COLUMN", what, where=str(dataset.path), remedy=remedy)
+    if "rewards" not in dataset.spec and not goals and recipe.model.asks_returns:
+        what = f"the data have no rewards, and model.kind={recipe.model.kind} is asked for returns"
+        remedy = "clone the actions (model.kind=mlp), or add a column rewards to the source"
+        if len(observed) == 1 and not has_frames:
+            remedy = f"give it goals (loader.goals={{future: 1.0}}), {remedy}"
+        raise InputError("COLUMN", what, where=str(dataset.path), remedy=remedy)
+
+
+def check_fit(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
+    """Refuse what training would stumble over much later, or quietly get wrong."""
+    loader, model, path = recipe.loader, recipe.model, str(dataset.path)
+    standard_fields(  # refuses what does not fit frames, or vectors
+        dataset,
+        normalize_states=loader.normalize_states,
+        frame_stack=loader.frame_stack,
+        observations=loader.observations,
+    )
+    for name in (*loader.observations, "actions", "rewards"):
+        if name not in dataset.statistics:
+            continue
+        values, where = dataset.statistics[name], f"column {name} of {path}"
+        if values.nonfinite:
+            what = f"{count_text(values.nonfinite, 'value')} NaN or infinite"
+            remedy = "repair the source and convert it again without --allow-nonfinite, or leave "
+            remedy += "such episodes out with pick_episodes (docs/how-to/convert.md)"
+            raise InputError("COLUMN", what, where=where, remedy=remedy)
+        low, high = values.min.min(), values.max.max()
+        is_choice = sizes.discrete and name == "actions"
+        least, most = (0, sizes.action_dim - 1) if is_choice else (-MOST_FLOAT32, MOST_FLOAT32)
+        if low < least or high > most:
+            what = f"values reach {low:g} .. {high:g}, from {least:g} to {most:g} are usable"
+            remedy = "scale the column in the source, or leave such an episode out"
+            raise InputError("COLUMN", what, where=where, remedy=remedy)
+    longest, rows = int(dataset.episodes.lengths.max()), model.max_timestep or 0
+    if longest > rows:
+        what = f"model.max_timestep must be at least the longest episode ({longest:,}), got "
+        remedy = f"set model.max_timestep={longest}, or null to take it from the data"
+        raise InputError("MODEL", f"{what}{rows:,}", where=path, remedy=remedy)
+    actions = dataset.statistics["actions"]
+    if (
+        getattr(model, "action_tanh", False)
+        and not sizes.discrete
+        and beyond_tanh(actions.min, actions.max)
+    ):
+        what = f"actions reach {actions.min.min():g} .. {actions.max.max():g}, but "
+        what += "model.action_tanh bounds what the model can predict to -1 .. 1"
+        raise InputError("MODEL", what, where=path, remedy="set model.action_tanh=false")
+
+
+def check_memory(recipe: Recipe, sizes: ModelSizes) -> None:
+    """Refuse what cannot fit: the kernel would kill the process instead, or pages would swap."""
+    model, loader, (layers, size, tokens) = recipe.model, recipe.loader, recipe.model.shape
+    # of the blocks and of the timesteps' embedding; a few rows more do not matter
+    weights = (12 * layers * size + (model.max_timestep or 0)) * size
+    # the columns, and the tokens of each step once; pixels are bytes
+    state = sum(c.size // 4 if c.frames == "uint8" else c.size for c in sizes.columns)
+    batch = loader.batch_size * loader.context_length * (state + sizes.action_dim + tokens * size)
+    needed, available = 4 * max(weights, batch), available_bytes()
+    if needed > available:
+        options = "model.hidden_size, model.layers or model.max_timestep"
+        if batch > weights:
+            options = "loader.batch_size or loader.context_length"
+        what = f"{size_text(needed)} of memory needed, {size_text(available)} available"
+        remedy = f"lower {options}, or train on a machine with more memory"
+        raise InputError("MEMORY", what, where=recipe.name, remedy=remedy)
+
+
+def say_what_differs(recipe: Recipe, dataset: Dataset, environment: str | None) -> None:
+    """Say in what the environment's rewards, observations and returns are not the data's."""
+    goals = recipe.loader.goals is not None
+    if dataset.reward_edits is None and not goals:
+        what = "the data's rewards were edited, and how does not follow from those of single steps"
+        say(f"{what}: playing subtracts the environment's own")
+    mapped = texts(dataset.manifest.source.attributes.get("mapped"))
+    if mapped and is_same(environment, dataset.environment_id):
+        what = f"map made the data's {' and '.join(mapped)}, and {environment} has its own"
+        say(f"{what}: evaluate.environment=MODULE:ID names one that maps them too")
+    if recipe.loader.gamma < 1.0 and not goals:
+        what = f"loader.gamma is {recipe.loader.gamma:g}: returns that are asked for are discounted"
+        say(f"{what}, those that are achieved are not")
+
+
+def say_clipped(dataset: Dataset, environment: EnvironmentFacts, *, quiet: bool) -> None:
+    """Say how many of the data's actions are beyond what the environment takes."""
+    low, high, actions = environment.low, environment.high, dataset.statistics["actions"]
+    width = high - low
+    if environment.discrete or not np.isfinite(width).all():
+        return
+    low, high = low - SLACK * width, high + SLACK * width
+    if (actions.min.reshape(-1) >= low).all() and (actions.max.reshape(-1) <= high).all():
+        return
+    beyond = count = 0
+    shards = np.linspace(0, len(dataset.manifest.shards) - 1, SHARDS_READ).astype(int)
+    for _, rows in chain.from_iterable(dataset.stream(n, "actions") for n in {*shards.tolist()}):
+        values = rows.reshape(len(rows), -1)
+        beyond, count = beyond + int(((values < low) | (values > high)).sum()), count + values.size
+    if beyond > LEAST_BEYOND * count:
+        what = f"{beyond / count:.0%} of the data's actions are beyond the bounds of "
+        what += f"{environment.environment_id}, {environment.low.min():g} .. "
+        what += f"{environment.high.max():g}: playing clips them"
+        say(f"{what}; scale them (convert --map), or wrap the environment", quiet=quiet)
+
+
+def say_returns_scale(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> None:
+    """Say that ``loader.returns_scale`` leaves the model next to nothing of the returns."""
+    scale, returns = recipe.loader.returns_scale, dataset.manifest.returns
+    most = max(abs(returns.min), abs(returns.max)) if "rewards" in dataset.spec else 0.0
+    unasked = recipe.loader.goals is not None or recipe.model.asks_returns is False
+    if unasked or recipe.train.init is not None or not 0.0 < most < SEEN * scale:
+        return
+    what = f"returns of the data reach {short(most)} and loader.returns_scale is {scale:g}"
+    better = f"loader.returns_scale={float(f'{most:.0e}'):g}"
+    say(f"{what}: the model hardly sees them; {better} shows them", quiet=quiet)
