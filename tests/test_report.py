@@ -137,6 +137,18 @@ def test_report_of_a_whole_run(tmp_path: Path, run: Path) -> None:
 
 
 @pytest.mark.usefixtures("pictures")
+def test_data_that_were_appended_to_are_those_of_the_summary(tmp_path: Path, run: Path) -> None:
+    recipe = write_data(tmp_path).replace({"data.admissions": 1})
+    (run / "recipe.yaml").write_text(recipe.to_yaml())
+    (run / "evaluation.json").write_text(json.dumps(evaluation()))
+    assert "of the data" not in write_report(run).read_text()
+    data = {"episodes": 3, "steps": 9, "return_mean": 11.0, "return_max": 25.0}
+    (run / "summary.json").write_text(json.dumps({"steps": 20, "data": data}))
+    text = write_report(run).read_text()
+    assert "| best of the data | 25 |" in text and "3 episodes, 9 steps" in text
+
+
+@pytest.mark.usefixtures("pictures")
 def test_report_of_several_tasks(run: Path) -> None:
     tasks = {name: evaluation(normalized_score=score, scale="returns of its data")
              for name, score in (("hop", 50.0), ("run", 70.0))}  # fmt: skip

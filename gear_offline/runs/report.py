@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,21 +25,24 @@ from gear_offline.config.files import flat
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.strict_yaml import read_yaml
 from gear_offline.core.files import write_file
-from gear_offline.core.hub import is_there
+from gear_offline.core.hub import fetch, is_hub, is_there
 from gear_offline.core.text import count_text, interval_text, markdown, short, told_apart
 from gear_offline.core.types import Float64Array
-from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.dataset.manifest import Manifest, SourceRecord
 from gear_offline.errors import InputError
 from gear_offline.runs.page import write_page
 from gear_offline.training.records import (
+    DataSummary,
     EvaluationReport,
     Interval,
     MetricsRecord,
+    RunSummary,
     TargetResult,
     TaskResult,
     read_document,
     read_evaluations,
     read_lines,
+    read_summary,
     score_text,
 )
 
@@ -64,21 +68,19 @@ def write_report(run: str | os.PathLike[str], *, final: EvaluationReport | None 
     if recipe is None and not logged and final is None:
         what, remedy = "nothing here to report on", "give the directory of a run"
         raise InputError("RUN_NOT_FOUND", what, where=str(run), remedy=remedy)
-    results: Mapping[str, TaskResult | None] = (final and final.named) or {"": final}
-    datasets = {
-        name: dataset_of(recipe.of_task(name) if recipe and name else recipe) for name in results
-    }
+    data = read_data(recipe, read_summary(run))
     sections, pictures = list[dict[str, Any]](), dict[str, bytes]()
     if losses := {step: loss for step, loss in logged.items() if loss is not None}:
         pictures[CURVE] = _draw_learning_curve(run.name, losses, evaluations)
     at = "" if final is None or final.step is None else f" at step {final.step:,}"
-    for name, result in results.items():  # of one task the name is empty
-        levels, picture = data_levels(result, datasets[name]), None
-        if result is not None and result.targets and not result.goals:
-            picture = f"plots/asked_vs_achieved{f'-{name}' if name else ''}.png"
+    for result in final.tasks if final else ():
+        own = read_data(recipe.of_task(result.name)) if recipe and result.name else data
+        levels, picture = data_levels(result, own), None
+        if result.targets and not result.goals:
+            picture = f"plots/asked_vs_achieved{f'-{result.name}' if result.name else ''}.png"
             title = f"{run.name}{at} in {result.environment}"
             pictures[picture] = _draw_asked_vs_achieved(title, result, levels)
-        sections.append({"task": name, "result": result, "levels": levels, "picture": picture})
+        sections.append({"result": result, "levels": levels, "picture": picture})
     text = render_page(
         Path(__file__).with_name("report.md.j2"),
         name=run.name,
@@ -87,7 +89,7 @@ def write_report(run: str | os.PathLike[str], *, final: EvaluationReport | None 
         evaluations=evaluations,
         final=final,
         sections=sections,
-        data=datasets.get(""),
+        data=data,
         settings=_own_settings(recipe) if recipe else {},
         curve=CURVE if losses else None,
     )
@@ -128,19 +130,44 @@ def _plain_markdown(value: Any) -> Any:
     return Markup(markdown(value)) if type(value) is str else value
 
 
-def dataset_of(recipe: Recipe | None) -> Dataset | None:
-    """Return the dataset of a recipe, while it is still there."""
-    if recipe is None or recipe.data.path is None or not is_there(recipe.data.path):
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What a report says of a dataset."""
+
+    path: Path
+    source: SourceRecord
+    summary: DataSummary
+
+
+def read_data(recipe: Recipe | None, summary: RunSummary | None = None) -> Data | None:
+    """Read the manifest of a recipe's dataset, while it is there.
+
+    Only the `summary` of its run knows data that have been appended to.
+    """
+    if recipe is None or (data := recipe.data).path is None or not is_there(data.path):
         return None
-    return open_dataset(recipe.data.path, verify=False, admissions=recipe.data.admissions)
+    path = data.path
+    if is_hub(path):
+        path = str(fetch(path, "dataset", "DATASET_NOT_FOUND"))
+    manifest, own = Manifest.read(path), summary.data if summary else None
+    if own is None and (data.admissions, data.admit_every) == (None, None):
+        returns = manifest.returns
+        own = DataSummary(
+            episodes=manifest.episodes,
+            steps=manifest.steps,
+            return_mean=returns.mean if returns.count else None,
+            return_max=returns.max if returns.count else None,
+        )
+    return Data(path=Path(path).resolve(), source=manifest.source, summary=own) if own else None
 
 
-def data_levels(result: TaskResult | None, data: Dataset | None) -> dict[str, float]:
+def data_levels(result: TaskResult | None, data: Data | None) -> dict[str, float]:
     """Return returns of a task's data to compare with; goals have none."""
-    if data is None or not data.manifest.returns.count or (result and result.goals):
+    if data is None or (result and result.goals):
         return {}
-    returns = data.manifest.returns
-    return {"mean of the data": returns.mean, "best of the data": returns.max}
+    levels = data.summary.return_mean, data.summary.return_max
+    names = "mean of the data", "best of the data"
+    return {name: level for name, level in zip(names, levels, strict=True) if level is not None}
 
 
 # the plots: each one PNG of 1080 x 675 pixels ---------------------------------------------------

@@ -24,6 +24,7 @@ from gear_offline.sweep.results import (
     read_result,
 )
 from gear_offline.sweep.trials import SweepDirectory
+from gear_offline.training.records import read_summary
 
 MOST_DOTTED = 40  # steps at which each seed has a dot
 
@@ -52,12 +53,13 @@ class SweepResult(Printed):
     @property
     def levels(self) -> dict[str, float]:
         """Returns of the data that all trials have, while they are there, to compare with."""
-        from gear_offline.runs.report import data_levels, dataset_of  # matplotlib takes a moment
+        from gear_offline.runs.report import data_levels, read_data  # matplotlib takes a moment
 
         recipes = [result.trial.recipe for result in self.trials]
         if not self.table.asked or any(r.data != recipes[0].data for r in recipes):
             return {}
-        return data_levels(self.trials[0].last, dataset_of(recipes[0]))
+        first = self.trials[0]
+        return data_levels(first.last, read_data(recipes[0], read_summary(first.path)))
 
     @property
     def data(self) -> str:

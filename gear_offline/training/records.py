@@ -49,10 +49,20 @@ class MetricsRecord(_Record):
     loss: float | None = None
 
 
+class DataSummary(_Record):
+    """What a run knows of its data; of several tasks all together."""
+
+    episodes: int
+    steps: int
+    return_mean: float | None = None
+    return_max: float | None = None
+
+
 class RunSummary(_Record):
     """The part of ``summary.json`` that other modules read."""
 
     steps: int
+    data: DataSummary | None = None
 
 
 class TargetResult(_Record):
@@ -84,6 +94,7 @@ class TaskResult(_Record):
     mean of all.
     """
 
+    name: str = Field(default="", exclude=True)  # of a task of several
     environment: str = ""
     environment_options: dict[str, Any] = {}
     mean_return: float | None = Field(
@@ -209,7 +220,8 @@ class EvaluationReport(Printed, TaskResult):
     @property
     def tasks(self) -> tuple[TaskResult, ...]:
         """The result of each task."""
-        return tuple(self.named.values()) or (self,)
+        named = self.named.items()
+        return tuple(task.model_copy(update={"name": n}) for n, task in named) or (self,)
 
     @property
     def ranking(self) -> float | None:
@@ -229,10 +241,8 @@ class EvaluationReport(Printed, TaskResult):
         console = console or Terminal()
         place = f" at step {self.step:,}" if self.step is not None else ""
         heading = f"{self.run or 'policy'}{place}"
-        if not self.named:
-            self.print_targets(console, heading)
-        for name, task in self.named.items():
-            task.print_targets(console, f"{name}: {heading}")
+        for task in self.tasks:
+            task.print_targets(console, f"{task.name}: {heading}" if task.name else heading)
         if len(self.named) > 1:
             count = count_text(len(self.named), "task")
             console.print()
