@@ -60,7 +60,7 @@ def open_parquet(path: Path, asked: Asked) -> Source:
     by_step = bool(asks or tells & numbers) or not lists  # of an episode they are lists
     arrays = {n: _array(file, n, kind, by_step) for n, kind in types.items()}
     if by_step:
-        return table_source(arrays, asked, inputs, lambda r: r, format=f"{form}-rows")
+        return table_source(arrays, asked, inputs, lambda r: r, where=path, format=f"{form}-rows")
     stored, left_out = find_columns(arrays, asked, REQUIRED[::-1], ("rewards",), where=str(path))
     once = sorted(numbers)  # of one value an episode
     if file.rows > MAX_EPISODES:
