@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from gear_offline.sources.base import READ_BYTES, Asked, Piece, Source, SourceIn
 from gear_offline.sources.columns import row_kinds, split_names
 from gear_offline.sources.combine import CODES, observation_vectors
 from gear_offline.sources.input_files import InputFile, by_number, misfit, reading_errors
-from gear_offline.sources.parquet import Column, ParquetFile, is_numeric, step_rows
+from gear_offline.sources.parquet import Column, ParquetFile, Shards, is_numeric, step_rows
 from gear_offline.sources.pictures import image_pixels, video_frames
 from gear_offline.sources.row_marks import runs
 
@@ -50,15 +50,8 @@ FIELD = re.compile(r"\{(\w+)(?::0?([0-9]{1,2})d?)?\}")
 NAMES = {"actions": "action", "rewards": "next.reward"}
 
 
-class DataFile(NamedTuple):
-    """A parquet file, and its first step of all."""
-
-    file: ParquetFile
-    first: int
-
-
 Place = tuple[InputFile, float]  # a video, and where in it an episode begins, in seconds
-Read = Callable[[DataFile, int, int], Array]  # steps of a file
+Read = Callable[[int, int], Array]  # of steps
 
 
 def open_lerobot(path: Path, asked: Asked) -> Source:
@@ -67,17 +60,16 @@ def open_lerobot(path: Path, asked: Asked) -> Source:
     reader = _Folder(path)
     columns, left_out = reader.columns({p for old in names.values() for p in split_names(old)})
 
-    def read(part: DataFile, name: str, start: int, stop: int) -> Array:
-        return columns[name](part, start, stop)
+    def read(name: str, start: int, stop: int) -> Array:
+        return columns[name](start, stop)
 
-    first = {name: read(reader.parts[0], name, 0, 1) for name in columns}
-    kinds: dict[str, Any] = dict(row_kinds(first))
+    kinds: dict[str, Any] = dict(row_kinds({name: read(name, 0, 1) for name in columns}))
     rewards = names.get("rewards", NAMES["rewards"])
     if rewards in kinds and kinds[rewards][0].kind == "b":
         kinds[rewards] = np.dtype(np.float32), ()
     usual = {new: old for new, old in NAMES.items() if old in kinds}
     return Source(
-        [Piece(read=partial(read, p), first=p.first, steps=p.file.rows) for p in reader.parts],
+        [Piece(read=read, steps=reader.table.rows)],
         kinds,
         lengths=np.diff(reader.bounds),
         preferred={  # a read of frames looks for a key frame
@@ -90,7 +82,7 @@ def open_lerobot(path: Path, asked: Asked) -> Source:
             uri=path.name,
             format="lerobot",
             rule="episode_index",
-            files=(*(file.file for file, _ in reader.parts), *reader.videos),
+            files=(*reader.files, *reader.videos),
             attributes={
                 **{key: reader.info.get(key) for key in ("codebase_version", "robot_type", "fps")},
                 **({CODES: codes} if (codes := reader.codes(columns)) else {}),
@@ -108,7 +100,7 @@ class _Folder:
         self.path = path
         self.videos: list[InputFile] = []
         self.notes: list[str] = []
-        self._recent: dict[str, Column] = {}
+        self._columns: dict[str, Column] = {}
         self._sizes: dict[str, tuple[int, ...]] = {}  # of the first frame of a column
         with reading_errors("info.json", path / INFO):
             self.info: dict[str, Any] = json.loads(read_regular(path / INFO, most=MAX_INFO_BYTES))
@@ -120,26 +112,26 @@ class _Folder:
         if self.version not in PATHS:
             what = f"a dataset of LeRobot's format {self.info['codebase_version']}"
             raise misfit(what, path, "v2 and v3 are read: convert it with LeRobot")
-        self.parts: list[DataFile] = []
-        self.steps = 0
         pattern = self._place("data_path", None)
-        files = sorted(path.glob(pattern), key=lambda file: by_number(file.relative_to(path)))
-        for file in map(ParquetFile, files):
-            self.parts += [DataFile(file, self.steps)] if file.rows else []
-            self.steps += file.rows
+        paths = sorted(path.glob(pattern), key=lambda file: by_number(file.relative_to(path)))
+        files = [file for file in map(ParquetFile, paths) if file.rows]
+        if not files:
+            raise misfit(f"no steps are here, info.json says {counts[0]:,}", path)
+        self.files, self.table = [file.file for file in files], Shards(files)
+        steps = self.table.rows
         firsts, numbers = runs(self._blocks("episode_index"))
         self.episodes: list[int] = numbers.tolist()
-        self.bounds: list[int] = [*firsts.tolist(), self.steps]
+        self.bounds: list[int] = [*firsts.tolist(), steps]
         episodes = len(set(self.episodes))
-        if not self.steps or counts != (self.steps, episodes):
-            here = f"{count_text(self.steps, 'step')} of {count_text(episodes, 'episode')}"
+        if counts != (steps, episodes):
+            here = f"{count_text(steps, 'step')} of {count_text(episodes, 'episode')}"
             here += f" are here, info.json says {counts[0]:,} of {counts[1]:,}"
-            listed, steps = self._listed_lengths(), np.diff(self.bounds).tolist()
+            listed, lengths = self._listed_lengths(), np.diff(self.bounds).tolist()
             is_listed = (sum(listed.values()), len(listed)) == counts
-            if not (self.steps and is_listed) or [listed.get(n) for n in self.episodes] != steps:
+            if not is_listed or [listed.get(n) for n in self.episodes] != lengths:
                 raise misfit(here, path)
             self.notes.append(f"{here}: a part, whose episodes are whole")
-        known = self.parts[0].file.schema.names
+        known = self.table.schema.names
         rows, frames = runs(self._blocks("frame_index") if "frame_index" in known else ())
         falls = np.setdiff1d(rows[1:][frames[1:] < frames[:-1]], firsts)  # inside episodes
         if episodes < len(self.episodes) or falls.size:
@@ -160,9 +152,8 @@ class _Folder:
 
     def _blocks(self, name: str) -> Iterator[tuple[int, Array]]:
         """Yield a column of one number a step in blocks, with their first steps of all."""
-        for file, first in self.parts:
-            for row, values in file.batches(name):
-                yield first + row, step_rows(values, name, file.file.path)
+        for row, values in self.table.batches(name):
+            yield row, step_rows(values, name, self.path)
 
     def _place(self, of: str, values: Mapping[str, int | str] | None) -> str:
         """Return a path below the dataset by a template of info.json; a pattern without values."""
@@ -200,7 +191,7 @@ class _Folder:
     def columns(self, asked: set[str]) -> tuple[dict[str, Read], dict[str, str]]:
         """Return a function for each column; leave out frames that nobody asked for."""
         reads, left_out = dict[str, Read](), dict[str, str]()
-        types = {field.name: field.type for field in self.parts[0].file.schema}
+        types = {field.name: field.type for field in self.table.schema}
         cameras = [n for n, dtype in self.dtypes.items() if dtype in ("image", "video")]
         states = [n for n in types if n.startswith("observation.") and n not in cameras]
         together = ",".join([*cameras, *states, "actions"])
@@ -215,35 +206,27 @@ class _Folder:
             elif dtype == "image":
                 reads[name] = partial(self._images, name)
             elif is_numeric(types[name]):
-                reads[name] = partial(self._numbers, name)
+                reads[name] = self._column(name).rows
             else:
                 left_out[name] = f"no numbers ({types[name]})"
         return reads, left_out
 
-    def _rows(self, name: str, part: DataFile, start: int, stop: int) -> Any:
-        column = self._recent.get(name)
-        if column is None or column.file is not part.file:
-            column = self._recent[name] = Column(part.file, name)
-        return column.read(start - part.first, stop - part.first)
+    def _column(self, name: str) -> Column:
+        return self._columns.setdefault(name, Column(self.table, name))
 
-    def _numbers(self, name: str, part: DataFile, start: int, stop: int) -> Array:
-        return step_rows(self._rows(name, part, start, stop), name, part.file.file.path)
-
-    def _images(self, name: str, part: DataFile, start: int, stop: int) -> Array:
-        path, frames = part.file.file.path, list[Array]()
-        for image in self._rows(name, part, start, stop):
+    def _images(self, name: str, start: int, stop: int) -> Array:
+        frames = list[Array]()
+        for image in self._column(name).read(start, stop):
             stored = image.as_py() or {}
             if not stored.get("bytes"):
                 what = "an image is missing, or a file of its own"
-                raise misfit(what, f"{path}: {name}", "embed images in the parquet files")
-            frames.append(image_pixels(stored["bytes"], path, self._sizes.get(name)))
+                raise misfit(what, f"{self.path}: {name}", "embed images in the parquet files")
+            frames.append(image_pixels(stored["bytes"], self.path, self._sizes.get(name)))
             self._sizes.setdefault(name, frames[0].shape[:2])
         return self._frames(name, np.stack(frames))
 
-    def _video(
-        self, name: str, places: list[Place], part: DataFile, start: int, stop: int
-    ) -> Array:
-        times = self._numbers("timestamp", part, start, stop).reshape(-1).astype(np.float64)
+    def _video(self, name: str, places: list[Place], start: int, stop: int) -> Array:
+        times = self._column("timestamp").rows(start, stop).reshape(-1).astype(np.float64)
         number = bisect_right(self.bounds, start) - 1
         frames = list[Array]()
         while self.bounds[number] < stop:

@@ -217,9 +217,6 @@ class Shards:
         self.schema, self._files = files[0].schema, files
         self._firsts = np.cumsum([0, *(file.rows for file in files)]).tolist()
         self.rows: int = self._firsts[-1]
-        if other := next((file for file in files if not file.schema.equals(self.schema)), None):
-            what = f"its columns are not those of {files[0].where.name}, whose rows it continues"
-            raise misfit(what, other.where, "write all files of a table with one schema")
 
     def batches(self, name: str, row: int = 0) -> Iterator[tuple[int, Any]]:
         """Yield a column as Arrow arrays with their first rows, from about `row` on."""
@@ -253,6 +250,10 @@ class Column:
         """Return rows ``[start, stop)``, at least one, as an Arrow array."""
         import pyarrow
 
+        parts = self._parts(start, stop)
+        return parts[0] if len(parts) == 1 else pyarrow.concat_arrays(parts)
+
+    def _parts(self, start: int, stop: int) -> list[Any]:
         if start < self._batch[0]:
             self._batches = self.file.batches(self.name, start)
             self._batch = next(self._batches)
@@ -266,11 +267,12 @@ class Column:
             self._batch = next(self._batches)
         if stop == self.file.rows:  # a folder may have thousands of files
             self.close()
-        return parts[0] if len(parts) == 1 else pyarrow.concat_arrays(parts)
+        return parts
 
     def rows(self, start: int, stop: int) -> Array:
         """Return (stop - start, *step shape) of a column of one row a step."""
-        return step_rows(self.read(start, stop), self.name, self.file.where)
+        parts = [step_rows(part, self.name, self.file.where) for part in self._parts(start, stop)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def step_rows(values: Any, name: str, path: Path) -> Array:
