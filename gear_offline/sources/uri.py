@@ -269,9 +269,6 @@ def _listed_files(folder: Path) -> list[str]:
     """Return the files that a folder of Hugging Face's ``save_to_disk`` lists."""
     state = folder / "state.json"
     facts = _read_json(state) if state.is_file() else {}
-    if facts.get("_indices_data_files") or facts.get("_indices_files"):
-        what, remedy = "only some rows of its files, in an order", "load_from_disk, flatten_indices"
-        raise InputError("SOURCE_READ", what, str(folder), f"save it again: {remedy} of datasets")
     return [Path(str(file["filename"])).name for file in facts.get("_data_files", ())]
 
 
