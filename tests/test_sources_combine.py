@@ -338,11 +338,13 @@ RINGS: dict[str, dict[str, Any]] = {
     "td3": {"ptr": 25, "size": 60, "max_size": 60},
     "rlpd": {"_insert_index": 25, "_size": 60, "_capacity": 60},
     "drq": {"idx": 25, "full": True},
+    "own": {"write_pos": 25, "num_transitions": 60, "memory_capacity": 60},
     "rlkit": {"_top": 25, "_size": 60, "_max_replay_buffer_size": 60},
 }
 PARTS = {"tianshou": {"_index": 37, "_size": 37}, "sb3": {"pos": 37, "full": False}}
 PARTS |= {"td3": {"ptr": 37, "size": 37}, "rlpd": {"_insert_index": 37, "_size": 37}}
-PARTS |= {"drq": {"idx": 37, "full": False}, "rlkit": {"_top": 37, "_size": 37}}
+PARTS |= {"own": {"write_pos": 37, "num_transitions": 37}, "drq": {"idx": 37, "full": False}}
+PARTS |= {"rlkit": {"_top": 37, "_size": 37}}
 
 
 def saved(path: Path, columns: dict[str, Any], numbers: dict[str, Any]) -> Path:

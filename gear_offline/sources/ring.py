@@ -11,6 +11,7 @@ Shape legend: N rows that are stored.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from types import SimpleNamespace
@@ -23,11 +24,10 @@ from gear_offline.sources.base import Piece
 from gear_offline.sources.input_files import misfit
 
 COMMON = ("index", "idx", "position", "top", "head")  # also of other things: more stands beside
-NEXT: tuple[str, ...] = ("ptr", "pos", "insert_index", "pointer", "next_idx", "cursor", *COMMON)
-NEXT += ("next_index", "write_idx", "insertion_index")
-FILLED = ("size", "len", "length", "count", "current_size", "num_in_buffer", "num_filled")
-FULL = ("full", "is_full")
-ROOM = ("maxsize", "max_size", "buffer_size", "capacity", "max_len", "max_replay_buffer_size")
+NEXT = r"((next|write|insert(ion)?|add|store|cur(rent)?)_?)?"
+NEXT += r"(ptr|pointer|pos(ition)?|idx|index|cursor|top|head)"
+FILLED = r"((current|num|n)_)?(size|len(gth)?|count|filled|stored|items|transitions|in_buffer)"
+FULL, ROOM = r"(is_)?full", r"(max|buffer|memory|replay)\w*(size|len(gth)?|capacity)|capacity"
 UNCLEAR = "save the filled rows alone, the oldest first, or without these numbers"
 
 
@@ -43,7 +43,10 @@ class Ring(NamedTuple):
     def find(cls, numbers: Mapping[str, Any], rows: int, where: str) -> Ring | None:
         """Read the numbers beside arrays of N `rows`; ``None`` if none tell of a ring."""
         here = {n.split("/")[-1].lstrip("_").lower(): n for n in sorted(numbers)}
-        names = [next((here[n] for n in ns if n in here), "") for ns in (NEXT, FILLED, FULL, ROOM)]
+        fitting = (
+            [here[n] for n in here if re.fullmatch(p, n)] for p in (NEXT, FILLED, FULL, ROOM)
+        )
+        names = [min(fits, key=lambda n: (n in COMMON, n), default="") for fits in fitting]
         after, filled, full, room = names
         is_common = after in COMMON and not (full or room)
         if not after or is_common:
