@@ -761,6 +761,8 @@ def test_an_environment_that_changes_inside_episodes_is_refused(names: Any) -> N
     if "env_id" in columns:
         with one_error("SOURCE_LAYOUT", "env_id changes .*by:env_id"):
             go.from_arrays(columns)
+        with one_error("SOURCE_LAYOUT", "sub_env_uid changes .*by:sub_env_uid"):
+            go.from_arrays(TURNS | {"sub_env_uid": names})
     source = go.from_arrays(TURNS | {"env_id": names}, rule="by:env_id")
     np.testing.assert_array_equal(source.read("observations", 0, 160)[:, 0], np.sort(IN_TURN))
     said = go.from_arrays(TURNS | {"k": IN_TURN}).info.attributes["warnings"]

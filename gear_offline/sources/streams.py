@@ -20,8 +20,8 @@ from gear_offline.sources.flags import blocks_of
 from gear_offline.sources.row_marks import MARK, runs
 
 _STREAM = re.compile(  # a column of environments, if it has no `tag` one that changes often
-    r"(.*/)?(env(ironment)?s?|workers?|actors?|(?P<tag>agent|rank|robot|thread|proc(ess)?|sim))"
-    r"(_?(id|idx|index|number|num))?"
+    r"(.*[/_])?(env(ironment)?s?|workers?|actors?|(?P<tag>agent|rank|robot|thread|proc(ess)?|sim))"
+    r"(_?(u?id|idx|index|number|num|name))?"
 )
 STEP_COLUMNS = ("observations", "actions", "rewards", "next_observations")
 MOST_STREAMS, MOST_COMPARED = 1024, 1 << 14  # rows
