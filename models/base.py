@@ -24,12 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from gear_offline.config.problems import nearest, problem_text
-from gear_offline.config.sections import (
-    RELEASED,
-    ModelSettings,
-    OwnModelSettings,
-    option_names,
-)
+from gear_offline.config.sections import MODEL_KINDS, ModelSettings, OwnModelSettings, option_names
 from gear_offline.core.parts import (
     Kind,
     calling_part,
@@ -52,12 +47,7 @@ MODELS = Kind(
     option="model.kind",
     argument="--model",
     code="MODEL",
-    own={
-        "decision_transformer": "gear_offline.models.decision_transformer:DecisionTransformer",
-        "decoupled": "gear_offline.models.decoupled:Decoupled",
-        "mlp": "gear_offline.models.mlp:MLP",
-        RELEASED: "gear_offline.models.hugging_face:Released",
-    },
+    own={name: f"gear_offline.models.{place}" for name, (_, place) in MODEL_KINDS.items()},
 )
 
 

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from gear_offline.config.sections import (
-    MODELS,
+    MODEL_KINDS,
     OWN_MODEL,
     StoredSettings,
     TaskSettings,
@@ -37,7 +37,7 @@ ALIASES = {
     }.items()
     for alias in aliases.split()
 }
-TAGS = {*MODELS, OWN_MODEL}  # pydantic's names of kinds of models, on the way to an option
+TAGS = {*MODEL_KINDS, OWN_MODEL}  # pydantic's names of kinds of models, on the way to an option
 _WORDS = {
     "Extra inputs are not permitted": "no such option",
     "Unexpected keyword argument": "no such option",
@@ -59,7 +59,8 @@ def dotted_fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield every option of `model` as a dotted path, in the order of definition."""
     for name, field in model.model_fields.items():
         section = section_of(field.annotation)
-        sections = MODELS.values() if name == "model" else [section] if section else []
+        kinds = [settings for settings, _ in MODEL_KINDS.values()]
+        sections = kinds if name == "model" else [section] if section else []
         inner = [own for part in sections for own in dotted_fields(part, f"{prefix}{name}.")]
         yield from dict.fromkeys(inner) if section else [prefix + name] * bool(field.repr)
 
@@ -91,8 +92,8 @@ def option_text(model: type[BaseModel], problem: Any) -> str:
     if problem["type"] == "extra_forbidden":
         while isinstance(got, dict) and len(got) == 1:  # trian: {steps: 5}, as trian.steps=5
             path, got = [*path, *map(str, got)], next(iter(got.values()))
-        kind = MODELS.get(str(problem["loc"][1])) if path[0] == "model" else None
-        own = nearest(path[-1], list(kind.model_fields)) if kind and len(path) == 2 else None
+        kind = MODEL_KINDS.get(str(problem["loc"][1])) if path[0] == "model" else None
+        own = nearest(path[-1], list(kind[0].model_fields)) if kind and len(path) == 2 else None
         name, guess = ".".join(path), f"model.{own}" if own else guess_option(model, path)
         siblings = [o for o in dotted_fields(model) if o.startswith(".".join([*path[:-1], ""]))]
         hint = "`recipes validate` prints all there are"

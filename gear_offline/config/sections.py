@@ -497,11 +497,11 @@ class OwnModelSettings(ModelSettings):
     model_config = ConfigDict(extra="allow")
 
 
-MODELS: dict[str, type[ModelSettings]] = {
-    "decision_transformer": TransformerSettings,
-    "decoupled": DecoupledSettings,
-    "mlp": MLPSettings,
-    RELEASED: ReleasedSettings,
+MODEL_KINDS: dict[str, tuple[type[ModelSettings], str]] = {  # options, class in the room models
+    "decision_transformer": (TransformerSettings, "decision_transformer:DecisionTransformer"),
+    "decoupled": (DecoupledSettings, "decoupled:Decoupled"),
+    "mlp": (MLPSettings, "mlp:MLP"),
+    RELEASED: (ReleasedSettings, "hugging_face:Released"),
 }
 
 
@@ -514,14 +514,14 @@ def option_names(settings: Any) -> list[str]:
 def _model_tag(value: Any) -> str:
     kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
     kind = "decision_transformer" if kind is None else str(kind)
-    return kind if kind in MODELS else OWN_MODEL
+    return kind if kind in MODEL_KINDS else OWN_MODEL
 
 
 OWN_MODEL = "own"
 if TYPE_CHECKING:
     Model = Any  # each kind has options of its own
 else:
-    tagged = [Annotated[each, Tag(name)] for name, each in MODELS.items()]
+    tagged = [Annotated[each, Tag(name)] for name, (each, _) in MODEL_KINDS.items()]
     tagged.append(Annotated[OwnModelSettings, Tag(OWN_MODEL)])
     Model = Annotated[reduce(or_, tagged), Discriminator(_model_tag)]
 
