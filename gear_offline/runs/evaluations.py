@@ -1,4 +1,4 @@
-"""The evaluations of a run while it trains: their players, their queue, their records.
+"""The evaluations of a run while it trains: their players, their queue, their log.
 
 A worker process plays each one that is due from beginning to end; on a GPU a thread of the training
 process does, or that process, which waits.  There runs that share the process are played together.
@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,6 +62,8 @@ MOST_WORKERS = 8
 MOST_THREADS = 4  # of a worker beside a GPU: an evaluation should not take minutes
 CPU_PARAMETERS = 5_000_000  # a larger model takes CPU cores hours for an evaluation
 GPU_PARAMETERS = 200_000_000  # a copy of a larger model may find no memory beside training
+
+Report = Future[EvaluationReport]  # of one that failed it says so
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,26 +114,66 @@ def plan_evaluations(
     return EvaluationPlan(workers=settings.workers or workers, threads=threads, device=where)
 
 
-@dataclass
-class _Waiting:
-    """An evaluation that is not played yet."""
+@dataclass(eq=False, frozen=True)
+class Request:
+    """A checkpoint to be played once it is whole."""
 
-    asked: float = field(default_factory=time.monotonic)
-    job: int | None = None  # its number in the pool, once begun
-    played: EvaluationReport | Exception | None = None
+    plan: EvaluationPlan
+    tasks: tuple[EvaluationTask, ...]
+    checkpoint: Path
+    report: Report = field(default_factory=Future)  # cancelled if the checkpoint is given up
 
 
-class Evaluator(Closing):
-    """Plays evaluations in this process: the oldest of each of its `runs`, all together."""
+class ProcessPlayer(Closing):
+    """Plays each checkpoint from beginning to end in a worker process."""
+
+    def __init__(self, plan: EvaluationPlan) -> None:
+        self._pool = WorkerPool(plan.workers, threads=plan.threads)
+        self._waiting, self._playing = list[Request](), dict[int, Report]()
+
+    def play(self, request: Request) -> Report:
+        self._waiting.append(request)
+        return request.report
+
+    def turn(self, stop: StopRequest) -> None:
+        """Begin what can begin, and end what has ended."""
+        for job, played in self._pool.wait(0):
+            _settle(self._playing.pop(job), played)
+        self._waiting = [request for request in self._waiting if not self._begins(request)]
+
+    def _begins(self, request: Request) -> bool:
+        """Begin a request if it can begin; return true if it waits no longer."""
+        plan, tasks, checkpoint = request.plan, request.tasks, request.checkpoint
+        if not (checkpoint.is_dir() and self._pool.has_room) or request.report.done():
+            return request.report.done()
+        job = known_to(tasks), checkpoint.absolute(), tasks, str(plan.device)
+        try:
+            number = self._pool.submit(f"{__name__}:play_nicely", *job, plan.threads, plan.cores)
+        except Exception as error:
+            _settle(request.report, error)
+        else:
+            self._playing[number] = request.report
+        return True
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+class LocalPlayer(Closing):
+    """Plays in this process the oldest checkpoint of each run that shares it, all together."""
 
     def __init__(self) -> None:
-        self.runs: list[RunEvaluations] = []
+        self._waiting = list[Request]()
         self._thread = ThreadPoolExecutor(1)  # plays on a GPU; workers end with who started them
         self._playing: Future[None] | None = None  # there
         self._stage: Stage | None = None
         self.seconds = 0.0  # for which the steps of the runs have waited
 
-    def play(self, stop: StopRequest) -> None:
+    def play(self, request: Request) -> Report:
+        self._waiting.append(request)
+        return request.report
+
+    def turn(self, stop: StopRequest) -> None:
         """Play what waits when all of it is saved; Ctrl-C leaves it to resumed runs.
 
         This thread captures graphs, when it launches no steps: capturing resets random numbers of
@@ -138,12 +181,13 @@ class Evaluator(Closing):
         """
         if self._playing is not None and not self._playing.done():
             return
-        waiting = [(run, *oldest) for run in self.runs if (oldest := run.oldest()) is not None]
-        if not waiting:
-            return
-        plan, ready = waiting[0][0].plan, list[tuple[_Waiting, Evaluation]]()
-        waiting = [asked for asked in waiting if asked[0].plan == plan]
-        if not all(run.is_saved(step) for run, step, _ in waiting):
+        self._waiting = [request for request in self._waiting if not request.report.done()]
+        oldest = dict[Path, Request]()  # by run
+        for request in self._waiting:
+            oldest.setdefault(request.checkpoint.parent, request)
+        plan, ready = self._waiting[0].plan if oldest else None, list[tuple[Report, Evaluation]]()
+        requests = [request for request in oldest.values() if request.plan == plan]
+        if plan is None or not all(request.checkpoint.is_dir() for request in requests):
             return
         with ExitStack() as held:
             held.enter_context(torch.random.fork_rng(devices=[]))
@@ -151,11 +195,11 @@ class Evaluator(Closing):
             if not plan.thread:
                 held.enter_context(suppress(Aborted))
                 held.enter_context(stop.abortable())
-            for run, step, asked in waiting:
+            for request in requests:
                 try:
-                    ready.append((asked, run.evaluation(step)))
+                    ready.append((request.report, _evaluation(request)))
                 except Exception as error:
-                    asked.played = error
+                    _settle(request.report, error)
             if not plan.thread:
                 began = time.monotonic()
                 self._play(plan, ready)
@@ -163,15 +207,15 @@ class Evaluator(Closing):
         if plan.thread:
             self._playing = self._thread.submit(self._play, plan, ready)
 
-    def _play(self, plan: EvaluationPlan, ready: Sequence[tuple[_Waiting, Evaluation]]) -> None:
+    def _play(self, plan: EvaluationPlan, ready: Sequence[tuple[Report, Evaluation]]) -> None:
         try:
             cores = plan.cores if plan.thread else None
             self._stage = self._stage or Stage(cores, keep=plan.thread)
             played = evaluate_together([evaluation for _, evaluation in ready], self._stage)
         except Exception as error:
             played = [error] * len(ready)
-        for (asked, _), report in zip(ready, played, strict=True):
-            asked.played = report
+        for (report, _), result in zip(ready, played, strict=True):
+            _settle(report, result)
 
     def close(self) -> None:
         """End what is played, and its environments."""
@@ -180,17 +224,75 @@ class Evaluator(Closing):
         self._thread.shutdown()
 
 
+def _evaluation(request: Request) -> Evaluation:
+    """Return the policies of a checkpoint, captured, and their tasks."""
+    device = str(request.plan.device)
+    tasks = [task.settled(device) for task in request.tasks]
+    trained = find_trained(request.checkpoint)
+    policies = {task.name: trained.policy(task.name or None, device) for task in tasks}
+    for task in tasks:
+        policies[task.name].capture(task.slots)
+    return (lambda task: policies[task.name]), tasks
+
+
+def _settle(report: Report, played: EvaluationReport | Exception) -> None:
+    if isinstance(played, Exception):
+        text = f"{played.code}: {played.message}" if isinstance(played, GearError) else repr(played)
+        none: Any = {"mean_return": None, "normalized_score": None, "targets": ()}
+        played = EvaluationReport(error=text, **none)
+    if not report.cancelled():
+        report.set_result(played)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shared:
     """Objects that the runs of one process share; a run alone has its own."""
 
     stop: StopRequest
     runs: int = 1  # that share the cores which training leaves to evaluations
-    player: Evaluator | None = None
+    player: LocalPlayer | None = None
+
+
+class EvaluationLog(Closing):
+    """The evaluations that a run has recorded, and how each is made known."""
+
+    def __init__(self, learner: Learner, callbacks: Callbacks, progress: Progress) -> None:
+        self._learner, self._callbacks, self._progress = learner, callbacks, progress
+        path = callbacks.run.path
+        # those that failed are played again
+        self.reports = [report for report in read_evaluations(path) if not report.error]
+        self._file = AppendedFile(path / "evaluations.jsonl")
+
+    def has(self, step: int) -> bool:
+        """Return true if an evaluation of `step` is recorded."""
+        return any(report.step == step for report in self.reports)
+
+    def record(self, step: int, report: EvaluationReport, seconds: float) -> None:
+        """Record an evaluation of `step` that was asked for so many seconds ago."""
+        now, model = self._learner.step, self._learner.model
+        facts = {"staleness_steps": now - step, "staleness_seconds": round(seconds, 3)}
+        report = report.model_copy(update={"run": self._callbacks.run.name, "step": step, **facts})
+        is_known = any(timestep_warning(earlier, model) for earlier in self.reports)
+        self.reports = sorted([*self.reports, report], key=lambda report: report.step or 0)
+        self._file.append(report.to_json())
+        late = f" ({seconds:,.0f} s and {now - step:,} steps ago)" if now > step else ""
+        self._progress.update(now, last=self.reports[-1].summary()[0])
+        self._progress.say(f"step {step:,}{late}: {report.summary()[1]}")
+        if not is_known and (warning := timestep_warning(report, model)):
+            self._progress.say(warning)
+        self._callbacks.tell("on_evaluation", step, finite(report.to_json()))
+
+    def sync(self) -> None:
+        """Make what is recorded survive a power loss."""
+        self._file.sync()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
 class RunEvaluations(Closing):
-    """The evaluations of a run, of which the first rank has one."""
+    """The evaluations of a run, of which the first rank has one: their queue."""
 
     def __init__(
         self,
@@ -200,32 +302,28 @@ class RunEvaluations(Closing):
         progress: Progress,
         shared: Shared,
     ) -> None:
-        self._learner, self._saver, self._stop = learner, saver, shared.stop
-        self._callbacks, self._progress, self._path = callbacks, progress, callbacks.run.path
-        self._recipe = learner.recipe
-        tasks = tasks_of(self._recipe, learner.model.facts.tasks)
-        self._tasks = tasks if self._recipe.plays else ()
-        self.plan = plan_evaluations(
+        self._recipe, self._saver, self._stop = learner.recipe, saver, shared.stop
+        self._learner, self._progress, self._path = learner, progress, callbacks.run.path
+        tasks = tasks_of(self._recipe, learner.model.facts.tasks) if self._recipe.plays else ()
+        self.plan = plan = plan_evaluations(
             self._recipe,
-            self._tasks,
+            tasks,
             learner.device,
             learner.world,
             parameters=sum(parameter.numel() for parameter in learner.model.parameters()),
             concurrent_runs=shared.runs,
         )
-        if self._recipe.evaluate.background == "on" and self._tasks and not self.plan.workers:
+        if self._recipe.evaluate.background == "on" and tasks and not plan.workers:
             how = "evaluate.background=on: only this process has the environment or the model"
             progress.say(f"{how}, so training waits while it plays; FILE.py:Name can be made anew")
-        self._pool = WorkerPool(self.plan.workers, threads=self.plan.threads)
-        self._player, self._is_alone = shared.player or Evaluator(), shared.player is None
-        self._player.runs.append(self)
-        self._queue: dict[int, _Waiting] = {}  # by step, ascending
-        self._polled = 0.0
+        self._tasks, self._is_alone = tasks, shared.player is None
+        self._local = shared.player or LocalPlayer()
+        self._away = ProcessPlayer(plan) if plan.workers and not plan.thread else None
         self.used_workers = False
-        self._began, self._first_step = time.monotonic() - self._player.seconds, learner.step
-        # those that failed are played again
-        self.recorded = [report for report in read_evaluations(self._path) if not report.error]
-        self._file = AppendedFile(self._path / "evaluations.jsonl")
+        self._began, self._first_step = time.monotonic() - self._local.seconds, learner.step
+        self._queue: dict[int, tuple[Report, float]] = {}  # by step, ascending; since when
+        self._polled = 0.0
+        self.log = EvaluationLog(learner, callbacks, progress)
 
     @property
     def outstanding(self) -> tuple[int, ...]:
@@ -235,7 +333,7 @@ class RunEvaluations(Closing):
     @property
     def keep(self) -> Keep:
         """The checkpoints that stay."""
-        best, newest = best_of(self.recorded), self._recipe.train.keep_checkpoints
+        best, newest = best_of(self.log.reports), self._recipe.train.keep_checkpoints
         step = None if best is None else best.step
         return Keep(newest=newest, best=step, pinned=self.outstanding)
 
@@ -247,22 +345,20 @@ class RunEvaluations(Closing):
         since the run began.  The returns are the same, for the threads are.
         """
         plan, learner = self.plan, self._learner
-        if not plan.workers or plan.thread:
+        if self._away is None:
             return False
         if self.used_workers or self._recipe.evaluate.background == "on":
             return True
         seconds = time.monotonic() - self._began
         if plan.workers == 1:  # it would play as long; several play side by side
-            seconds -= self._player.seconds
+            seconds -= self._local.seconds
         left = self._recipe.train.steps - learner.step
         return left * seconds > WORKER_SECONDS * (learner.step - self._first_step)
 
-    def _is_new(self, step: int) -> bool:
-        return step not in self._queue and all(r.step != step for r in self.recorded)
-
     def must_wait(self, step: int) -> bool:
         """True if an evaluation of `step` could not begin before another is done."""
-        return len(self._queue) >= self.plan.workers + SPARE and self._is_new(step)
+        is_new = step not in self._queue and not self.log.has(step)
+        return is_new and len(self._queue) >= self.plan.workers + SPARE
 
     def take_up(self) -> None:
         """Play what a run left: checkpoints of steps that were due, not played or in vain."""
@@ -272,70 +368,43 @@ class RunEvaluations(Closing):
 
     def evaluate(self, step: int) -> None:
         """Have the checkpoint of `step` played: in the training process now, else when it can."""
-        if not self._is_new(step):
+        if step in self._queue or self.log.has(step):
             return
-        self._queue[step] = _Waiting()
-        if not self.uses_workers and not self.plan.thread and self._is_alone:
+        away = self._away if self.uses_workers else None
+        report = (away or self._local).play(Request(self.plan, self._tasks, self._saver.path(step)))
+        self._queue[step], self.used_workers = (report, time.monotonic()), away is not None
+        if away is None and not self.plan.thread and self._is_alone:
             self._saver.close()  # the checkpoint is whole now, or given up
             self._saver.check()
+            self._drop_given_up()
             with self._progress.paused("evaluating"):
-                self._player.play(self._stop)
-            if self._queue and self._queue[step].played is None:
+                self._local.turn(self._stop)
+            if not report.done():
                 self._progress.say(f"step {step:,}: not evaluated, stopped; --resume does it")
             self._record_played()
-
-    def oldest(self) -> tuple[int, _Waiting] | None:
-        """Return the step and the evaluation that is to be played next in this process."""
-        self._drop_given_up()
-        queue = {} if self.uses_workers else self._queue
-        return next((asked for asked in queue.items() if asked[1].played is None), None)
-
-    def is_saved(self, step: int) -> bool:
-        """Return true if the checkpoint of `step` is whole."""
-        return self._saver.path(step).is_dir()
-
-    def evaluation(self, step: int) -> Evaluation:
-        """Return the policies of a checkpoint, captured, and their tasks."""
-        device = str(self.plan.device)
-        tasks = [task.settled(device) for task in self._tasks]
-        trained = find_trained(self._saver.path(step))
-        policies = {task.name: trained.policy(task.name or None, device) for task in tasks}
-        for task in tasks:
-            policies[task.name].capture(task.slots)
-        return (lambda task: policies[task.name]), tasks
 
     def collect(self) -> None:
         """Record what has come in, and begin what can be; cheap enough for every step."""
         self._drop_given_up()
         now = time.monotonic()
-        if not self._queue or now - self._polled < POLL_SECONDS:
-            return
-        self._polled = now
-        if self.oldest() is not None:
-            self._player.play(self._stop)
-        ended, plan, known = dict(self._pool.wait(0)), self.plan, known_to(self._tasks)
-        for step, waiting in self._queue.items():
-            if waiting.job is not None:
-                waiting.played = ended.get(waiting.job, waiting.played)
-            elif self.uses_workers and self.is_saved(step) and self._pool.has_room:
-                job = known, self._saver.path(step).absolute(), self._tasks, str(plan.device)
-                try:
-                    play = f"{__name__}:play_nicely"
-                    self.used_workers = True
-                    waiting.job = self._pool.submit(play, *job, plan.threads, plan.cores)
-                except Exception as error:
-                    waiting.played = error
-        self._record_played()
+        if self._queue and now - self._polled >= POLL_SECONDS:
+            self._polled = now
+            for player in filter(None, (self._away, self._local)):
+                player.turn(self._stop)
+            self._record_played()
 
     def _record_played(self) -> None:
         """Record the results that are there, in the order of steps."""
-        recorded = len(self.recorded)
-        for step, waiting in list(self._queue.items()):
-            if waiting.played is None:
+        recorded = len(self.log.reports)
+        for step, (report, asked) in list(self._queue.items()):
+            if not report.done():
                 break
             del self._queue[step]
-            self._record(step, waiting.played, time.monotonic() - waiting.asked)
-        if len(self.recorded) > recorded:
+            result = report.result()
+            if not result.error:
+                result = result.model_copy(update={"device": str(self.plan.device)})
+            self.log.record(step, result, time.monotonic() - asked)
+        if len(self.log.reports) > recorded:
             self._saver.prune(self.keep)
 
     def _drop_given_up(self) -> None:
@@ -343,36 +412,13 @@ class RunEvaluations(Closing):
         given_up, path = self._saver.given_up, self._path
         while given_up:
             step = given_up.popleft()
-            self._queue.pop(step, None)
+            if step in self._queue:
+                self._queue.pop(step)[0].cancel()
             # its own may be there: what fails last is to make its name durable
             saved = [n for n, _ in list_checkpoints(path / "checkpoints") if n < step]
             since = f"step {saved[-1]:,}" if saved else "the beginning"
             what = f"the disk of {path} is full, nothing is saved since {since}"
             self._progress.say(f"step {step:,}: {what}; training goes on")
-
-    def _record(self, step: int, played: EvaluationReport | Exception, seconds: float) -> None:
-        now, name = self._learner.step, self._callbacks.run.name
-        if isinstance(played, Exception):
-            text = repr(played)
-            if isinstance(played, GearError):
-                text = f"{played.code}: {played.message}"
-            played = EvaluationReport(
-                error=text, mean_return=None, normalized_score=None, targets=()
-            )
-        else:
-            played = played.model_copy(update={"device": str(self.plan.device)})
-        stale = {"staleness_steps": now - step, "staleness_seconds": round(seconds, 3)}
-        record = played.model_copy(update={"run": name, "step": step, **stale})
-        model = self._learner.model
-        is_known = any(timestep_warning(report, model) for report in self.recorded)
-        self.recorded = sorted([*self.recorded, record], key=lambda report: report.step or 0)
-        self._file.append(record.to_json())
-        late = f" ({seconds:,.0f} s and {now - step:,} steps ago)" if now > step else ""
-        self._progress.update(now, last=self.recorded[-1].summary()[0])
-        self._progress.say(f"step {step:,}{late}: {record.summary()[1]}")
-        if not is_known and (warning := timestep_warning(record, model)):
-            self._progress.say(warning)
-        self._callbacks.tell("on_evaluation", step, finite(record.to_json()))
 
     def finish(self) -> Iterator[bool]:
         """Record what is outstanding, yield False meanwhile; Ctrl-C leaves it to a resumed run."""
@@ -385,20 +431,16 @@ class RunEvaluations(Closing):
         if self._queue:
             self._end()
 
-    def sync(self) -> None:
-        """Make what is recorded survive a power loss."""
-        self._file.sync()
-
     def close(self) -> None:
         """End the processes; what is outstanding is left to a resumed run."""
         self._end()
-        self._file.close()
+        self.log.close()
 
     def _end(self) -> None:
-        self._pool.close()
-        self._player.runs = [run for run in self._player.runs if run is not self]
-        if self._is_alone:
-            self._player.close()
+        for report, _ in self._queue.values():
+            report.cancel()
+        for player in filter(None, (self._away, self._local if self._is_alone else None)):
+            player.close()
 
 
 def play_nicely(caller: Caller, *job: Any) -> EvaluationReport:

@@ -54,7 +54,7 @@ class RunWriter(Closing):
         self._stepped_from = self._stepped_to = self._logged = time.perf_counter()
         self._stalled = 0.0
         self._metrics = AppendedFile(self._path / "metrics.jsonl")
-        self._progress, self._played_before = progress, len(evaluations.recorded)
+        self._progress, self._played_before = progress, len(evaluations.log.reports)
         self._announce()
         progress.start()
 
@@ -134,7 +134,7 @@ class RunWriter(Closing):
         learner, before = self._learner, read_summary(self._path)
         text = f"{self._recipe.name}: was complete already, {count_text(learner.step, 'step')}"
         steps = learner.step - self._first_step
-        played = len(self._evaluations.recorded) > self._played_before
+        played = len(self._evaluations.log.reports) > self._played_before
         is_new = steps or played or before is None or before.steps != learner.step
         if is_new:  # else its figures are of the process that did the steps
             summary, file = self._summary(), self._path / "summary.json"
@@ -168,7 +168,7 @@ class RunWriter(Closing):
 
     def _summary(self) -> dict[str, Any]:
         """Return the summary of a complete run, JSON-able but for NaN and infinities."""
-        learner, evaluations = self._learner, self._evaluations.recorded
+        learner, evaluations = self._learner, self._evaluations.log.reports
         plan, best = self._evaluations.plan, best_of(evaluations)
         dataset = learner.loader.dataset  # as large as it is now
         spec, returns = dataset.spec, dataset.returns

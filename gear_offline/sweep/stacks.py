@@ -20,7 +20,7 @@ from gear_offline.errors import GearError
 from gear_offline.loaders.options import recipe_sampler
 from gear_offline.loaders.rows import MemoryRows
 from gear_offline.runs.directory import RunDirectory
-from gear_offline.runs.evaluations import Evaluator, Shared
+from gear_offline.runs.evaluations import LocalPlayer, Shared
 from gear_offline.runs.loop import (
     PAUSE_SECONDS,
     LiveRun,
@@ -45,7 +45,7 @@ def train_stacks(work: Work) -> None:
     """Train the trials one stack after another; raise ``INTERRUPTED`` after Ctrl-C."""
     alone, shapes = torch_alone("a sweep", quiet=False), _many_shapes(work.trials, work.device)
     waiting, tables = deque(stacks_of(work)), dict[int, Any]()  # which later stacks read too
-    with alone, StopRequest() as stop, current(work.device), shapes, Evaluator() as player:
+    with alone, StopRequest() as stop, current(work.device), shapes, LocalPlayer() as player:
         while waiting:
             with _fork_random(work.device), _OpenStack(work, stop) as stack:
                 waiting.extendleft(stack.open(waiting.popleft(), player))
@@ -110,7 +110,7 @@ class _OpenStack(RunGroup, Closing):
         self._work, self._stop = work, stop
         self._members = dict[LiveRun, tuple[Trial, ExitStack]]()
 
-    def open(self, trials: Sequence[Trial], player: Evaluator) -> list[list[Trial]]:
+    def open(self, trials: Sequence[Trial], player: LocalPlayer) -> list[list[Trial]]:
         """Begin or resume the trials; return those that stand at another step than the first."""
         apart, shared = list[Trial](), Shared(stop=self._stop, runs=len(trials), player=player)
         for trial in trials:
