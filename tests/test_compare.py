@@ -64,7 +64,7 @@ def outcomes_of(
             trial=Trial(name=f"{label},s{seed}", label=label, recipe=one, settings={}),
             path=Path(label),
             status="failed" if is_failed else "complete",
-            error="MEMORY: x" if is_failed else None,
+            problem="MEMORY: x" if is_failed else None,
             curves={"return": {1: 0.0, 2: value}, "loss": {1: 1.0}},
             last=None,
         )

@@ -22,11 +22,11 @@ from gear_offline.runs import evaluations
 from gear_offline.runs.data import prepare_dataset
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.loop import TrainingInterrupted, train_run
-from gear_offline.sweep import jobs as sweep_jobs
-from gear_offline.sweep.gpus import train_on_gpus
-from gear_offline.sweep.jobs import Work, run_errors
+from gear_offline.sweep import work as sweep_work
+from gear_offline.sweep.jobs import train_on_gpus
 from gear_offline.sweep.stacks import train_stacks
 from gear_offline.sweep.trials import Trial
+from gear_offline.sweep.work import Work, run_errors
 from gear_offline.tables import placement
 from gear_offline.training.json_lines import read_records
 from gear_offline.training.learner import Learner
@@ -413,7 +413,7 @@ def test_nothing_goes_on_after_the_gpu_is_lost_and_a_later_call_does(
 
     with monkeypatch.context() as patch:
         patch.setattr(Stack, method, broken)
-        patch.setattr(sweep_jobs, "_is_lost", lambda device: True)
+        patch.setattr(sweep_work, "_is_lost", lambda device: True)
         with one_error("DEVICE", "illegal memory access"):
             train_together(trials, tmp_path)
     assert set(train_together(trials, tmp_path).values()) == {None}

@@ -25,7 +25,6 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.progress import Terminal
 from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.sweep import run as sweep_run
-from gear_offline.sweep.jobs import Work
 from gear_offline.sweep.report import SweepResult, read_sweep
 from gear_offline.sweep.results import steps_done
 from gear_offline.sweep.run import run_trials, sweep
@@ -36,6 +35,7 @@ from gear_offline.sweep.trials import (
     parse_seeds,
     trial_name,
 )
+from gear_offline.sweep.work import Work
 from tests.support import Captured, Patch, one_error
 from tests.training_support import learnt, tiny_recipe
 
@@ -95,7 +95,7 @@ def test_a_trial_that_fails_ends_alone_and_is_tried_again(recipe: Recipe, tmp_pa
     result = sweep(recipe, seeds=3, out=out, parallel=1, quiet=True)
     assert [one.status for one in result.trials] == ["complete", "failed", "complete"]
     assert result.table.rows[0].failed == ("s1",) and result.table.rows[0].seeds == (0, 2)
-    assert "not a directory" in str(result.trials[1].error)
+    assert "not a directory" in str(result.trials[1].problem)
     (out / "runs" / "s1").unlink()
     (out / "runs" / "s1" / "plots").mkdir(parents=True)  # a copy has left it
     (out / "runs" / "s1" / "evaluations.jsonl").touch()

@@ -19,6 +19,7 @@ from scipy import stats
 from gear_offline.analysis.sampling import Candidate, Data
 from gear_offline.core.text import Document, count_text
 from gear_offline.sweep.results import Estimate, TrialResult, at_one_step, by_label, estimate
+from gear_offline.training.records import failure_of, read_evaluations
 
 VERDICTS = ("higher", "lower", "no difference", "too few seeds")
 LEVEL = 0.05  # of significance
@@ -96,9 +97,12 @@ def compare(trials: Sequence[TrialResult]) -> tuple[str, list[Outcome]]:
         complete_scores = [score for score in scores if score is not None]
         names = {result.trial.name for result, _ in latest}
         lacking = [result for result in complete if result.trial.name not in names]
-        failures = [(result.trial.name, str(result.error)) for result in members if result.error]
-        why = f"no {metric} at step {step:,}"
-        failures += [(result.trial.name, result.unplayed or why) for result in lacking]
+        failed = [result for result in members if result.status == "failed"]
+        failures = [(result.trial.name, str(result.problem)) for result in failed]
+        for result in lacking:
+            unplayed = [report for report in read_evaluations(result.path) if report.error]
+            why = failure_of(unplayed) or f"no {metric} at step {step:,}"
+            failures.append((result.trial.name, why))
         pairs = [seed for seed in values if seed in baseline]
         versus = None
         if pairs:

@@ -419,8 +419,8 @@ def sweep(
     if not (quiet or as_json):
         show(None, print_text=result.print)
     show(result.to_json(), as_json, lambda: print(result.path))
-    left = [trial for trial in result.trials if trial.failure or trial.status != "complete"]
-    tell_failures([(t.trial.name, t.failure or "INCOMPLETE: not all steps") for t in left], quiet)
+    left = [trial for trial in result.trials if trial.problem or trial.status != "complete"]
+    tell_failures([(t.trial.name, t.problem or "INCOMPLETE: not all steps") for t in left], quiet)
 
 
 app.add_typer(runs_app, name="runs", rich_help_panel="Compare")

@@ -1,75 +1,77 @@
-"""The trials of a sweep as jobs of a pool: in processes on a CPU, or as tasks of Ray.
+"""The trials of a sweep as jobs of a pool: in processes on a CPU or on GPUs, or as tasks of Ray.
 
 Processes of one machine read one table in shared memory; tasks of Ray have tables of their own.
-What ends one of several runs is its own error, so that the others go on.
+A process on a GPU trains a share of the stacks.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.files import write_error
 from gear_offline.core.interruption import StopRequest
-from gear_offline.core.text import first_line, typed
 from gear_offline.distributed.world import resolve_device
-from gear_offline.errors import GearError, InputError, is_out_of_memory
-from gear_offline.evaluation.environments import Known
+from gear_offline.errors import GearError, InputError
+from gear_offline.evaluation.environments import PROBED, Known
 from gear_offline.loaders.options import loader_options
 from gear_offline.progress import Progress
+from gear_offline.runs.data import prepare_dataset
 from gear_offline.runs.loop import TrainingInterrupted, train_run
-from gear_offline.sweep.results import is_played, steps_done
+from gear_offline.sweep.results import steps_done
+from gear_offline.sweep.stacks import stacks_of, train_stacks
 from gear_offline.sweep.trials import Trial
-from gear_offline.tables.joint import TableData
+from gear_offline.sweep.work import Work, run_errors
 from gear_offline.tables.shared import PublishedTables, attach_tables
-from gear_offline.training.records import read_evaluations
 from gear_offline.workers import LOST, Caller, Pool, WorkerPool
 
 POLL_SECONDS = 0.2
 LOCK_SECONDS = 120  # the lock of a node that has died lasts for 90 on NFS
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """The trials that a scheduler trains, its means, and its progress."""
+def run_jobs(
+    pool: Pool,
+    jobs: Iterable[tuple[T, tuple[Any, ...]]],
+    end: Callable[[T, Any], None],
+    note: Callable[[list[T]], None] = lambda _: None,
+) -> None:
+    """Do jobs, each for an owner: `end` takes what one gave, `note` those that run, time and again.
 
-    trials: Sequence[Trial]  # that are not complete
-    folder: Path  # each trial is trained into ``folder/NAME``
-    device: torch.device
-    parallel: int  # trials at a time; in this process, of a stack
-    threads: int | None  # of a trial in a process of its own
-    known: tuple[Known, ...] = ()  # what other processes have to learn of environments
-    datasets: Mapping[str, TableData]  # by `Recipe.data_key`, opened and checked
-    progress: Progress  # of all trials together
-    steps: dict[str, int]  # done, by trial, also of complete ones
-    failures: dict[str, str]  # "CODE: what was wrong" by trial
+    After Ctrl-C or SIGTERM every job is interrupted, then ``INTERRUPTED`` is raised.
+    """
+    waiting, running, interrupted = deque(jobs), dict[int, T](), False
+    with StopRequest() as stop:
+        while running or (waiting and not interrupted):
+            while waiting and pool.has_room and not interrupted:
+                owner, words = waiting.popleft()
+                running[pool.submit(*words)] = owner
+            if stop.signal_name is not None and not interrupted:
+                interrupted = True
+                pool.interrupt()
+            for number, value in pool.wait(POLL_SECONDS):
+                owner = running.pop(number)
+                is_lost = isinstance(value, GearError) and value.code == LOST
+                # one that is interrupted before it trains is ended by the signal
+                if not (interrupted and (is_lost or isinstance(value, TrainingInterrupted))):
+                    end(owner, value)
+            note(list(running.values()))
+    if interrupted:
+        raise TrainingInterrupted("INTERRUPTED", f"stopped by {stop.signal_name}")
 
-    def moved(self, trial: Trial, steps: int) -> None:
-        """Note where a trial stands; cheap enough for every few steps."""
-        self.steps[trial.name] = steps
-        self.progress.update(sum(self.steps.values()))
 
-    def end(self, trial: Trial, error: GearError | None) -> None:
-        """Note how a trial has ended; raise ``DEVICE``, after which nothing can go on."""
-        if error is not None and error.code == "DEVICE":
-            raise error
-        path, steps, how = self.folder / trial.name, trial.recipe.train.steps, "complete"
-        if reports := read_evaluations(path):
-            how += f"; step {reports[-1].step:,}: {reports[-1].summary()[1]}"
-        elif not is_played(trial.recipe, path):
-            how = "all steps are done, evaluations are left"
-        if error is not None:
-            how = self.failures[trial.name] = f"{error.code}: {error.message}"
-        self.progress.say(f"{trial.name}: {how}")
-        self.moved(trial, steps if error is None else steps_done(path))
+# a trial a job ---------------------------------------------------------------------------------
 
 
 def train_in_processes(work: Work) -> None:
@@ -88,32 +90,21 @@ def train_in_pool(work: Work, pool: Pool, handles: str = "{}", patience: float =
 
     After Ctrl-C or SIGTERM every trial saves a checkpoint, then ``INTERRUPTED`` is raised.
     """
-    context = handles, patience
-    waiting, running = deque(work.trials), dict[int, Trial]()
-    interrupted = False
-    with StopRequest() as stop:
-        while running or (waiting and not interrupted):
-            while waiting and pool.has_room and not interrupted:
-                trial = waiting.popleft()
-                path, known = work.folder / trial.name, work.known
-                number = pool.submit(f"{__name__}:train_trial", trial.recipe, path, known, *context)
-                running[number] = trial
-            if stop.signal_name is not None and not interrupted:
-                interrupted = True
-                pool.interrupt()
-            for number, value in pool.wait(POLL_SECONDS):
-                trial, error = running.pop(number), value
-                is_lost = isinstance(error, GearError) and error.code == LOST
-                if is_lost:
-                    remedy = "run the sweep again: it goes on from the last checkpoint"
-                    error = GearError(LOST, error.what, where=trial.name, remedy=remedy)
-                # one that is interrupted before it trains is ended by the signal
-                if not (interrupted and (is_lost or isinstance(error, TrainingInterrupted))):
-                    work.end(trial, error)
-            for trial in running.values():
-                work.moved(trial, steps_done(work.folder / trial.name))
-    if interrupted:
-        raise TrainingInterrupted("INTERRUPTED", f"stopped by {stop.signal_name}")
+
+    def end(trial: Trial, error: GearError | None) -> None:
+        if error is not None and error.code == LOST:
+            remedy = "run the sweep again: it goes on from the last checkpoint"
+            error = GearError(LOST, error.what, where=trial.name, remedy=remedy)
+        work.end(trial, error)
+
+    def note(trials: list[Trial]) -> None:
+        for trial in trials:
+            work.moved(trial, steps_done(work.folder / trial.name))
+
+    how = work.known, handles, patience
+    train = f"{__name__}:train_trial"
+    jobs = [(t, (train, t.recipe, work.folder / t.name, *how)) for t in work.trials]
+    run_jobs(pool, jobs, end, note)
 
 
 def train_trial(
@@ -146,38 +137,103 @@ def _prepare(handles: str) -> None:
     attach_tables(handles)
 
 
-@contextmanager
-def run_errors(name: str, path: Path, device: torch.device) -> Iterator[None]:
-    """Turn whatever ends one of several runs into a `GearError`, so that the others can go on.
+# a share of the stacks a GPU -------------------------------------------------------------------
 
-    ``DEVICE`` says that they cannot: after some errors of CUDA (an illegal address, a failed
-    launch) each further call of the process fails too.
+
+def gpus_of(device: torch.device) -> list[str]:
+    """Return the GPUs that a sweep on `device` uses, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    if device != torch.device("cuda"):  # one is named, or none
+        return []
+    count = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    return visible.split(",")[:count]
+
+
+def train_on_gpus(work: Work, gpus: Sequence[str]) -> None:
+    """Deal the stacks out to the GPUs; raise ``INTERRUPTED`` after Ctrl-C.
+
+    Each has a process, and its share of the cores.  What ends one process leaves the others alone,
+    and is raised when they are through.
     """
-    try:
-        yield
-    except OSError as error:
-        raise write_error(error, str(path)) from error
-    except Exception as error:
-        first = first_line(error)
-        is_told = isinstance(error, GearError)
-        if getattr(error, "code", "MODEL") == "MODEL" and _is_lost(device):
-            what = f"the GPU does nothing more for this process after {type(error).__name__}"
-            remedy = "the same command goes on from the newest checkpoints"
-            raise GearError("DEVICE", f"{what}: {first}", name, remedy) from error
-        if is_told:
-            raise
-        if is_out_of_memory(error):
-            remedy = "fewer runs at a time (sweep --parallel), or a smaller model or batch"
-            raise GearError("MEMORY", f"out of memory: {first}", name, remedy) from error
-        remedy = f"`gear-offline train {typed(path)} --resume --debug` shows where"
-        raise GearError("INTERNAL", f"{type(error).__name__}: {first}", name, remedy) from error
+    work = replace(work, parallel=min(work.parallel, -(-len(work.trials) // len(gpus))))
+    stacks, trials = list(stacks_of(work)), {trial.name: trial for trial in work.trials}
+    dealt = [list(chain(*stacks[number :: len(gpus)])) for number in range(len(gpus))]
+    shares = [share for share in dealt if share]
+    cores = sorted(os.sched_getaffinity(0))
+    blocks = np.array_split(cores, len(shares))  # neighbours share caches
+    failed, how = list[GearError](), (work.folder, work.device.type, work.parallel, work.known)
+
+    def note(message: dict[str, int] | tuple[str, GearError | None]) -> None:
+        if isinstance(message, dict):
+            for name, steps in message.items():
+                work.moved(trials[name], steps)
+        else:
+            name, error = message
+            work.end(trials[name], error)
+
+    jobs = [
+        (gpu, (f"{__name__}:train_share", share, gpu, block.tolist() or cores, *how))
+        for share, gpu, block in zip(shares, gpus, blocks, strict=False)
+    ]
+    with WorkerPool(len(shares), threads=None) as pool:
+        pool.on_message = note
+        run_jobs(pool, jobs, lambda _, value: failed.extend([value] if value else []))
+    for error in failed:
+        if error.code != LOST:
+            raise error
+        remedy = "the same command goes on; fewer runs at a time (--parallel) take less memory"
+        raise GearError(LOST, error.what, remedy=remedy)
 
 
-def _is_lost(device: torch.device) -> bool:
-    """Return true if a GPU does nothing more for this process; asked after an error."""
-    try:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # such errors come again with each call, others do not
-    except RuntimeError:
-        return True
-    return False
+@dataclass(frozen=True, kw_only=True)
+class _GpuWork(Work):
+    """The trials of one process, which tells its caller how they move and end."""
+
+    caller: Caller
+    sent_at: list[float] = field(default_factory=lambda: [0.0])  # the last steps, in seconds
+
+    def moved(self, trial: Trial, steps: int) -> None:
+        self.steps[trial.name] = steps
+        if (now := time.monotonic()) > self.sent_at[0] + POLL_SECONDS:
+            self.sent_at[0] = now
+            self.caller.send(self.steps)
+
+    def end(self, trial: Trial, error: GearError | None) -> None:
+        if error is not None and error.code == "DEVICE":
+            raise error
+        self.steps[trial.name] = trial.recipe.train.steps
+        self.caller.send((trial.name, error))
+
+
+def train_share(
+    caller: Caller,
+    trials: Sequence[Trial],
+    gpu: str,
+    cores: Sequence[int],
+    folder: Path,
+    device: str,
+    parallel: int,
+    known: Sequence[Known],
+) -> None:
+    """Train a share of the trials on a GPU and some cores, in a worker."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before this process uses CUDA
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))
+    PROBED.set({})
+    for environment in known:
+        environment.learn()
+    recipes = {trial.recipe.data_key: trial.recipe for trial in trials}
+    train_stacks(
+        _GpuWork(
+            trials=trials,
+            folder=folder,
+            device=torch.device(device),
+            parallel=parallel,
+            threads=None,
+            datasets={key: prepare_dataset(recipe, quiet=True) for key, recipe in recipes.items()},
+            progress=Progress("", total=0, quiet=True),
+            steps={},
+            failures={},
+            caller=caller,
+        )
+    )

@@ -42,7 +42,7 @@ class SweepResult(Printed):
     @property
     def is_complete(self) -> bool:
         """True if every trial is complete, and an evaluation of each has not failed."""
-        return all(result.status == "complete" and not result.failure for result in self.trials)
+        return all(result.status == "complete" and not result.problem for result in self.trials)
 
     @property
     def remark(self) -> str:
@@ -74,7 +74,7 @@ class SweepResult(Printed):
                 **result.trial.model_dump(include={"name", "label", "settings"}),
                 "seed": result.trial.recipe.seed,
                 "status": result.status,
-                "error": result.failure,
+                "error": result.problem,
                 "path": str(result.path),
             }
             for result in self.trials
@@ -87,8 +87,8 @@ class SweepResult(Printed):
         console = console or Terminal()
         self.table.print(console, " ".join(filter(None, (self.data, self.remark))))
         for result in self.trials:
-            if result.failure:
-                console.print(f"{result.trial.name} failed: {result.failure}")
+            if result.problem:
+                console.print(f"{result.trial.name} failed: {result.problem}")
 
     def write(self) -> Path:
         """Write ``sweep.md``, its page and its plots; return its path."""

@@ -54,12 +54,10 @@ class TrialResult:
     trial: Trial
     path: Path  # its run directory, as `train` writes it
     status: Literal["complete", "failed", "open"]  # open: not done yet
-    error: str | None  # of a failed one, "CODE: what was wrong"
     curves: dict[str, dict[int, float]]  # values by step, by `RANKING`
     last: EvaluationReport | None  # the last evaluation that did not fail
     played: Mapping[int, EvaluationReport] = field(default_factory=dict)  # those, by step
-    unplayed: str | None = None  # the error of the last one that did
-    failure: str | None = None  # its error, or that of its evaluations if every one failed
+    problem: str | None = None  # "CODE: what was wrong", or that of evaluations if all failed
 
     @property
     def steps(self) -> int:
@@ -159,7 +157,6 @@ def read_result(trial: Trial, path: Path, error: str | None = None) -> TrialResu
         trial=trial,
         path=path,
         status="complete" if done else "open" if error is None else "failed",
-        error=None if done else error,
         curves={
             "return": _curve(played, "mean_return"),
             "normalized_score": _curve(played, "normalized_score"),
@@ -167,8 +164,7 @@ def read_result(trial: Trial, path: Path, error: str | None = None) -> TrialResu
         },
         last=played[-1] if played else None,
         played={report.step: report for report in played if report.step is not None},
-        unplayed=failure_of([report for report in reports if report.error]),
-        failure=failure_of(reports) if done else error,
+        problem=failure_of(reports) if done else error,
     )
 
 

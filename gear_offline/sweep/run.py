@@ -33,12 +33,18 @@ from gear_offline.runs.evaluations import MOST_WORKERS
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.runs.resolve import find_start, resolve
 from gear_offline.runs.resume import find_past
-from gear_offline.sweep.gpus import gpus_of, train_on_gpus
-from gear_offline.sweep.jobs import LOCK_SECONDS, Work, train_in_pool, train_in_processes
+from gear_offline.sweep.jobs import (
+    LOCK_SECONDS,
+    gpus_of,
+    train_in_pool,
+    train_in_processes,
+    train_on_gpus,
+)
 from gear_offline.sweep.report import SweepResult, read_sweep
 from gear_offline.sweep.results import is_complete, is_played, steps_done
 from gear_offline.sweep.stacks import MOST_IN_A_STACK, train_stacks
 from gear_offline.sweep.trials import SweepDirectory, SweepFile, Trial, make_trials, parse_options
+from gear_offline.sweep.work import Work
 from gear_offline.tables.joint import TableData
 from gear_offline.workers import Caller, RayPool, WorkerPool
 

@@ -32,8 +32,8 @@ from gear_offline.runs.loop import (
 from gear_offline.runs.resolve import find_start, resolve, settle
 from gear_offline.runs.resume import find_past
 from gear_offline.runs.run import Run
-from gear_offline.sweep.jobs import Work, run_errors
 from gear_offline.sweep.trials import Trial
+from gear_offline.sweep.work import Work, run_errors
 from gear_offline.training.checkpoint import list_checkpoints
 from gear_offline.training.stack import stack_key, why_not_stacked
 
