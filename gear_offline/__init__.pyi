@@ -43,7 +43,7 @@ from gear_offline.sources import open_source as open_source
 from gear_offline.sources import pick_episodes as pick_episodes
 from gear_offline.sweep.compare import compare_runs as compare_runs
 from gear_offline.sweep.run import sweep as sweep
-from gear_offline.training.onnx import export_policy as export_policy
+from gear_offline.training.export import export_policy as export_policy
 from gear_offline.training.trained import load_policy as load_policy
 
 __version__: str

@@ -24,9 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from gear_offline.config.problems import nearest, problem_text
-from gear_offline.config.sections import MODEL_KINDS, ModelSettings, OwnModelSettings, option_names
+from gear_offline.config.sections import ModelSettings, OwnModelSettings, option_names
 from gear_offline.core.parts import (
-    Kind,
     calling_part,
     digest_of,
     find_part,
@@ -37,18 +36,11 @@ from gear_offline.core.parts import (
 from gear_offline.errors import GearError, InputError, is_out_of_memory
 from gear_offline.models.eight_bit import MULTIPLE, EightBitLinear
 from gear_offline.models.encoders import COLUMN_KEYS, InputColumn, Size, column_facts
+from gear_offline.models.kinds import MODELS as MODELS
 from gear_offline.models.loss import Padding, TrainingBatch, mean_loss, step_losses
 from gear_offline.tables.fields import Scales
 
 COMPILERS = ("torch._dynamo", "torch._inductor")  # where errors of torch.compile are
-MODELS = Kind(
-    noun="model",
-    group="models",
-    option="model.kind",
-    argument="--model",
-    code="MODEL",
-    own={name: f"gear_offline.models.{place}" for name, (_, place) in MODEL_KINDS.items()},
-)
 
 
 class ModelTask(Scales):

@@ -32,7 +32,7 @@ from gear_offline.evaluation.rollout import ActingPolicy
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.report import write_report
 from gear_offline.training.checkpoint import chosen_checkpoint, find_checkpoint
-from gear_offline.training.onnx import export_policy
+from gear_offline.training.export import export_policy
 from gear_offline.training.records import EvaluationReport, read_document, share_interval
 from gear_offline.training.trained import load_policy
 from tests.checkpoint_support import write_run

@@ -23,6 +23,7 @@ from gear_offline.cli.values import (
     Axes,
     Command,
     Count,
+    Device,
     Environment,
     Exact,
     How,
@@ -182,7 +183,7 @@ def collect(
         False, "--exact", help="Cut the last episode at --steps, as D4RL does."
     ),
     action_noise: float = Option(0.0, min=0, help="Gaussian noise, in half ranges of the action."),
-    seed: int = Option(0, help="Random seed."),
+    seed: int = Option(0, min=0, help="Random seed."),
     train_steps: int | None = Count(None, help="Environment steps of training the policy."),
     gate: float | None = Option(None, help="Mean return the policy must reach, else no file."),
     overwrite: Overwrite = False,
@@ -316,8 +317,8 @@ def evaluate(
     environment: str | None = Environment(help="Gymnasium id."),
     environment_options: Any = How(),
     checkpoint: str | None = Option(None, help="last, best or a step number; default last."),
-    seed: int | None = Option(None, help="Seed of the first episode."),
-    device: str = Option("auto", help="auto, cpu or cuda."),
+    seed: int | None = Option(None, min=0, help="Seed of the first episode."),
+    device: str = Device("auto", help="auto, cpu or cuda."),
     out: Path | None = Option(None, help="File for the result; default evaluation.json there."),
     video: Path | None = Option(None, help="Also show first episodes: a new .gif or .mp4 file."),
     model: Model = None,
@@ -325,11 +326,7 @@ def evaluate(
     quiet: Quiet = False,
 ) -> None:
     """Play episodes with a trained policy at several target returns, and score it."""
-    asked = options(locals())
-    from gear_offline.training.checkpoint import check_trained
-
-    check_trained(run, checkpoint)  # before torch is loaded
-    report = go.evaluate(**asked)
+    report = go.evaluate(**options(locals()))
     show(report.to_json(), as_json, report.print)
 
 
@@ -346,7 +343,7 @@ def act(
     action_noise: float | None = Option(
         None, min=0, help="In half ranges of the action; default 0.1, 0 if stochastic."
     ),
-    seed: int | None = Option(None, help="Of resets and noise; default another each time."),
+    seed: int | None = Option(None, min=0, help="Of resets and noise; default another each time."),
     model: Model = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -389,9 +386,6 @@ def export_policy(
     model: Model = None,
 ) -> None:
     """Write a policy as a folder that acts without its run, or as an ONNX file, without torch."""
-    from gear_offline.training.checkpoint import check_trained
-
-    check_trained(run, None)  # before torch is loaded
     show(go.export_policy(run, out, task, overwrite=overwrite, model=model))
 
 
@@ -410,10 +404,11 @@ def sweep(
     quiet: Quiet = False,
 ) -> None:
     """Train a recipe with several seeds and settings; the same command again goes on."""
-    from gear_offline.sweep.trials import make_trials, parse_options
+    from gear_offline.sweep.trials import SweepDirectory, make_trials, parse_options
 
     make_trials(recipe, parse_options(overrides), seeds)  # a typo is told before torch is loaded
-
+    if out is not None:
+        SweepDirectory(out).check()
     how: dict[str, Any] = {"parallel": parallel, "exact": exact, "ray": ray, "quiet": quiet}
     result = go.sweep(recipe, overrides, seeds=seeds, out=out, **how)
     if not (quiet or as_json):
@@ -465,7 +460,7 @@ def blame(
     batches: Any = Argument(
         None, parser=parse_range, metavar="FIRST..LAST", help="Batches; without: find spikes."
     ),
-    device: str = Option("auto", help="auto, cpu or cuda."),
+    device: str = Device("auto", help="auto, cpu or cuda."),
     model: Model = None,
     as_json: Json = False,
     quiet: Quiet = False,

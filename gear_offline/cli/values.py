@@ -107,6 +107,13 @@ def parse_numbers(text: str) -> list[float]:
         raise BadParameter(f"{text!r} is not a list of numbers such as 3600,1800") from None
 
 
+def parse_device(text: str) -> str:
+    """Return the name of a device, of which torch may still have none."""
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]+)?", text):
+        raise BadParameter(f"{text!r} is no device; write auto, cpu, cuda or cuda:1")
+    return text
+
+
 # completion: called at each press of TAB, so nothing here loads torch
 
 
@@ -173,6 +180,7 @@ Count = partial(Option, parser=parse_count, metavar="COUNT")
 Names = partial(Option, parser=parse_list, metavar="A,B,...")
 Pairs = partial(Option, parser=parse_pairs, metavar="OLD=NEW,...")
 Shift = partial(Option, parser=parse_options, metavar="COLUMN=ROWS,...")
+Device = partial(Option, parser=parse_device, metavar="DEVICE")
 Numbers = partial(Option, parser=parse_numbers, metavar="X,Y,...")
 
 

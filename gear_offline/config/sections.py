@@ -46,6 +46,17 @@ def target_list(value: Any) -> Any:
     return values
 
 
+def asked_returns(targets: Any) -> tuple[float, ...]:
+    """Return one or many `targets` as numbers, checked as those of a recipe (``USAGE``)."""
+    try:
+        values = [] if isinstance(targets, str) else targets
+        values = values if hasattr(values, "__iter__") and getattr(values, "ndim", 1) else [values]
+        return tuple(target_list([float(target) for target in values]))
+    except (TypeError, ValueError) as error:
+        what, remedy = f"target returns {targets!r}: {error}", "write them like 3600,1800"
+        raise InputError("USAGE", what, where="evaluate.targets", remedy=remedy) from error
+
+
 def from_text(value: Any) -> Any:
     """Return the list that the text ``a,b`` stands for; anything else as it is."""
     return parse_yaml(f"[{value}]", where=value) if isinstance(value, str) else value

@@ -169,13 +169,13 @@ def new_directory(
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path.parent, path.name)
-        _check_replaceable(path, replaceable)
+        check_replaceable(path, replaceable)
         old = _hidden(path, "old")
         part, lock = _make_locked(path, Path.mkdir, os.O_RDONLY | os.O_DIRECTORY)
         try:
             yield part
             os.fsync(lock)
-            _check_replaceable(path, replaceable)
+            check_replaceable(path, replaceable)
             if path.is_dir() and os.listdir(path):
                 # A kill between the two renames leaves the old one under its hidden name; the
                 # next writer puts it back.
@@ -231,7 +231,8 @@ def write_error(error: OSError, where: str) -> GearError:
     return GearError("OUTPUT_WRITE", what, where, remedy)
 
 
-def _check_replaceable(path: Path, replaceable: Callable[[Path], bool]) -> None:
+def check_replaceable(path: Path, replaceable: Callable[[Path], bool] = lambda path: False) -> None:
+    """Refuse (``OUTPUT_EXISTS``) to replace what is no empty folder, nor `replaceable`."""
     is_free = not os.path.lexists(path) or (path.is_dir() and not os.listdir(path))
     if not is_free and not replaceable(path):
         remedy = "choose another place; --overwrite replaces only what gear-offline wrote"

@@ -302,6 +302,23 @@ def check_admitted(kind: Kind, name: str) -> None:
         raise InputError(kind.code, _permission.refused.get(name, what), kind.option, remedy)
 
 
+def check_part(kind: Kind, name: str) -> None:
+    """Refuse a part that may not be imported, or has no file; import nothing."""
+    check_admitted(kind, name)
+    if name not in _permission.live:
+        _read_part(kind, name)
+
+
+def _read_part(kind: Kind, name: str) -> dict[Path, bytes]:
+    """Return the files of a part of ``FILE.py`` and their bytes; none of one of a module."""
+    place = name.rpartition(":")[0]
+    try:
+        return _contents(place, Path(place)) if place.endswith(".py") else {}
+    except OSError as error:
+        what = f"{typed(place)} cannot be read: {error.strerror or error}"
+        raise InputError(kind.code, what, kind.option, "give the file's path") from error
+
+
 def _attribute(kind: Kind, name: str) -> Any:
     place, _, path = name.rpartition(":")
     module = part_module(kind, name)
@@ -323,12 +340,7 @@ def part_module(kind: Kind, name: str) -> ModuleType:
     if not place.endswith(".py"):
         with calling_part(kind, f"importing {place}", name):
             return import_module(place)
-    file = Path(place)
-    try:
-        contents = _contents(place, file)
-    except OSError as error:
-        what = f"{typed(place)} cannot be read: {error.strerror or error}"
-        raise InputError(kind.code, what, kind.option, "give the file's path") from error
+    file, contents = Path(place), _read_part(kind, name)
     if _permission.admitted[name] != digest_files(contents):
         remedy = f"if you trust it, name it again: {kind.option}={typed(name)}"
         raise InputError(kind.code, f"{typed(place)} has changed meanwhile", kind.option, remedy)

@@ -21,6 +21,7 @@ import numpy as np
 from pydantic import Field, PlainSerializer, PlainValidator, model_validator
 
 from gear_offline.core.files import open_regular, read_regular
+from gear_offline.core.hub import is_hub
 from gear_offline.core.text import count_text, first_line, texts, typed
 from gear_offline.dataset.schema import ColumnSpec, TableSpec
 from gear_offline.dataset.scores import ReferenceScores, dataset_file
@@ -353,6 +354,12 @@ def is_dataset(path: Path) -> bool:
             return file.read(len(_BEGIN)) == _BEGIN
     except OSError:
         return False
+
+
+def check_dataset(path: str) -> None:
+    """Refuse a path of this machine where no dataset is; what there is may still be damaged."""
+    if not (is_hub(path) or is_dataset(Path(path))):
+        raise _no_dataset(Path(path))
 
 
 def is_only_dataset(path: Path) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.sections import PlaySettings, target_list
+from gear_offline.config.sections import PlaySettings
 from gear_offline.core.draws import Draws
 from gear_offline.core.files import Closing
 from gear_offline.core.system import available_bytes, versions
@@ -432,16 +432,6 @@ def check_sizes(
 def _sizes_text(columns: Sequence[InputColumn], actions: int, discrete: bool) -> str:
     seen = ", ".join(column.text for column in columns)
     return f"{seen} and {count_text(actions, 'discrete action' if discrete else 'action value')}"
-
-
-def asked_returns(targets: Sequence[float] | float) -> tuple[float, ...]:
-    """Return `targets` as numbers below 1e18 in size, at least one, all different."""
-    try:
-        values = [] if isinstance(targets, str) else np.atleast_1d(np.asarray(targets))
-        return tuple(target_list([float(target) for target in values]))
-    except (TypeError, ValueError) as error:
-        what, remedy = f"target returns {targets!r}: {error}", "write them like 3600,1800"
-        raise InputError("USAGE", what, where="evaluate.targets", remedy=remedy) from error
 
 
 # elsewhere: in a worker process ----------------------------------------------------------------

@@ -27,12 +27,13 @@ from gear_offline.evaluation.environments import (
     is_atari,
     make_environment,
 )
-from gear_offline.evaluation.play import EvaluationTask
 from gear_offline.progress import Progress
 from gear_offline.training.records import EvaluationReport, TargetResult, TaskResult
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from gear_offline.evaluation.play import EvaluationTask
 
 SUFFIXES = (".gif", ".mp4")
 FRAMES_PER_SECOND = 30  # at most: MuJoCo's 125 steps a second are shown as 25 frames
@@ -40,11 +41,15 @@ GIF_WIDTH = 320  # pixels at most: GIF compresses little
 CAPTION_HEIGHT = 24
 
 
-def check_video(path: Path, tasks: Sequence[EvaluationTask]) -> None:
-    """Refuse early what could not be drawn or written; draws one frame of each environment."""
+def check_suffix(path: Path) -> None:
+    """Refuse the name of a file that is no video (``USAGE``)."""
     if path.suffix.lower() not in SUFFIXES:
         what, remedy = "a video is a .gif or .mp4 file", f"write it like {path.stem or 'video'}.gif"
         raise InputError("USAGE", what, where=str(path), remedy=remedy)
+
+
+def check_video(path: Path, tasks: Sequence[EvaluationTask]) -> None:
+    """Refuse early what could not be drawn or written; draws one frame of each environment."""
     for own in _paths(path, [task.name for task in tasks]):
         check_new_file(own)
     with package_needed("a video", "video"):

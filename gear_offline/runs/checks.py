@@ -9,10 +9,18 @@ from gear_offline.collect.policies import quality_parts
 from gear_offline.config.problems import nearest
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings, ModelSettings, OwnModelSettings
-from gear_offline.core.parts import Kind, check_admitted, find_part, is_admitted
+from gear_offline.core.parts import (
+    Kind,
+    check_admitted,
+    check_part,
+    find_part,
+    is_admitted,
+    is_part,
+)
 from gear_offline.dataset.scores import dataset_names, find_scores
 from gear_offline.errors import InputError, UnavailableError, check_environment_id
 from gear_offline.evaluation.environments import ENVIRONMENTS, maker_of, unregistered
+from gear_offline.models.kinds import MODELS
 from gear_offline.runs.callbacks import CALLBACKS
 from gear_offline.sampling import resolve_options
 
@@ -53,6 +61,8 @@ def check_recipe(recipe: Recipe, *, where: str = "") -> None:
 def check_model(model: ModelSettings) -> None:
     """Refuse options that a model of somebody else does not take."""
     if isinstance(model, OwnModelSettings):
+        if is_part(model.kind):
+            check_part(MODELS, model.kind)
         from gear_offline.models.base import typed_settings  # loads torch
 
         typed_settings(model)

@@ -1,38 +1,24 @@
-"""Evaluate a run: play a checkpoint, write the result, the report and its plots into the run."""
+"""The public door of evaluation: a run in, a report out.
+
+What can be told of a mistake without torch is told before torch is loaded.
+"""
 
 from __future__ import annotations
 
-import itertools
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gear_offline.config.arguments import check_arguments
 from gear_offline.config.environment_options import typed_options
-from gear_offline.core.files import check_new_file, write_error
-from gear_offline.core.parts import admit, is_same, part_name
-from gear_offline.core.text import say
-from gear_offline.core.torch_state import torch_threads
-from gear_offline.distributed.world import resolve_device
-from gear_offline.errors import GearError, InputError, given_path
-from gear_offline.evaluation.environments import say_left_out, say_version
-from gear_offline.evaluation.play import (
-    EvaluationTask,
-    asked_returns,
-    play_tasks,
-    tasks_of,
-    timestep_warning,
-)
-from gear_offline.evaluation.video import check_video, write_videos
-from gear_offline.models.policy import Policy
-from gear_offline.progress import Terminal
-from gear_offline.training.records import EvaluationReport
-from gear_offline.training.trained import TrainedModel, find_trained, live
+from gear_offline.config.sections import asked_returns
+from gear_offline.core.files import check_new_file
+from gear_offline.core.parts import admit, part_name
+from gear_offline.errors import given_path
 
-EPISODES = 10  # where the recipe has 0, which means none while training
+if TYPE_CHECKING:
+    from gear_offline.models.policy import Policy
+    from gear_offline.training.records import EvaluationReport
 
 
 @check_arguments()
@@ -91,105 +77,36 @@ def evaluate(
         Before anything is played: ``RUN_NOT_FOUND``, ``USAGE``, ``ENVIRONMENT``; ``OUTPUT_EXISTS``
         and ``OUTPUT_WRITE`` for `out` and `video`, ``PACKAGE_MISSING`` for `video`.
     """
-    if isinstance(run, Policy):
-        trained, device, run = live(run), str(run.device), Path("policy")
-        if checkpoint is not None or model is not None:
-            what, remedy = "a policy has no checkpoint, and stays here", "give its run or folder"
-            raise InputError("USAGE", what, "run", remedy)
-    else:
-        run = given_path(run, "RUN_NOT_FOUND", where="run")
-        trained = find_trained(run, checkpoint, model=model)
+    from gear_offline.evaluation.video import check_suffix
+    from gear_offline.training.checkpoint import check_trained
+
     name: str | None = part_name(environment)
-    admit([name] if name else [])
+    kind: str | None = part_name(model)
+    admit([part for part in (name, kind) if part])
     how = None if environment_options is None else typed_options(environment_options)
-    tasks = _chosen_tasks(trained, name, how, targets)
-    if name is None or is_same(name, trained.recipe.evaluate.environment):
-        say_left_out(how, trained.recipe.evaluate.environment_options)
-    for index, task in enumerate(tasks):
-        count = (task.episodes or EPISODES) if episodes is None else episodes
-        tasks[index] = replace(task, episodes=count, seed=task.seed if seed is None else seed)
-        say_version(task.environment)
-    if out is not None:  # after what may be typed wrong
+    returns = None if targets is None else asked_returns(targets)
+    if isinstance(run, str | os.PathLike):
+        run = given_path(run, "RUN_NOT_FOUND", where="run")
+        check_trained(run, checkpoint, kind)
+    if out is not None:
         out = given_path(out, "OUTPUT_WRITE", where="out")
         check_new_file(out)
     if video is not None:
         video = given_path(video, "OUTPUT_WRITE", where="video")
-        check_video(video, tasks)
-    where = str(resolve_device(device))
-    with torch_threads(trained.recipe.train.threads):
-        report = play_tasks(trained, tasks, where, quiet=quiet)
-    if warning := timestep_warning(report, trained.model):
-        say(warning)
-    home = trained.run
-    try:
-        if video is not None:
-            videos = write_videos(video, report, quiet=quiet)
-            say(f"written: {', '.join(map(str, videos))}", quiet=quiet)
-            here = (home or (run if run.exists() else Path())).resolve()  # not one of the Hub
-            seen = tuple(os.path.relpath(path.resolve(), here) for path in videos)
-            report = report.model_copy(update={"videos": seen})
-    finally:  # what was played must not be lost
-        if out is not None:
-            try:
-                report.write(out)
-            except OSError as error:
-                report.print(console=Terminal(stderr=True))
-                raise write_error(error, str(out)) from error
-        elif home is not None:
-            _keep(report, home, run if (run / "checkpoints").is_dir() else home, quiet)
-    return report
+        check_suffix(video)
+    from gear_offline.runs.evaluation import evaluate_run  # loads torch
 
-
-def _chosen_tasks(
-    trained: TrainedModel,
-    environment: str | None,
-    options: Mapping[str, Any] | None,
-    targets: Sequence[float] | float | None,
-) -> list[EvaluationTask]:
-    """Return the tasks of a run that `environment` means, with `targets` in place of their own."""
-    recipe = trained.recipe
-    if not recipe.data.tasks and environment not in (None, recipe.evaluate.environment):
-        recipe = recipe.replace({"evaluate.environment": environment})
-    known = tasks_of(recipe, trained.model.facts.tasks)
-    tasks = [task for task in known if environment in (None, task.name)]
-    if not tasks and environment is not None:
-        same = [task for task in known if is_same(environment, task.environment)]
-        tasks = [replace(task, environment=environment) for task in same]
-    places = ", ".join(f"{task.name} ({task.environment})" for task in known)
-    if not tasks:
-        what, remedy = "the run names no environment to play in", "say it: --environment Hopper-v5"
-        if environment is not None:
-            what, remedy = f"{environment} is the environment of no task", f"tasks: {places}"
-        raise InputError("USAGE", what, where="--environment", remedy=remedy)
-    for where, value in (("--targets", targets), ("--environment-options", options)):
-        if value is not None and len(tasks) > 1:
-            what = "several tasks cannot share them"
-            remedy = f"say which task with --environment: {places}"
-            raise InputError("USAGE", what, where=where, remedy=remedy)
-    if options is not None:
-        tasks = [replace(tasks[0], environment_options=options)]
-    if targets is not None:
-        tasks = [replace(tasks[0], targets=asked_returns(targets))]
-    if not all(task.targets for task in tasks):
-        what, remedy = "the run names no returns to ask for", "say them: --targets 3600,1800"
-        raise InputError("USAGE", what, where="--targets", remedy=remedy)
-    return tasks
-
-
-def _keep(report: EvaluationReport, home: Path, shown: Path, quiet: bool) -> None:
-    """Write the result and the run's report; what was played is not lost if that fails."""
-    from gear_offline.runs.report import write_report  # matplotlib takes half a second
-
-    try:
-        place, kept = home / "evaluation.json", None
-        if place.is_file():
-            numbered = (place.with_stem(f"{place.stem}-{n}") for n in itertools.count(1))
-            kept = shutil.copyfile(place, next(path for path in numbered if not path.exists()))
-        report.write(place)
-        written = shown / write_report(home, final=report).with_suffix(".html").name
-        say(f"written: {shown / 'evaluation.json'}, {written} and its plots", quiet=quiet)
-        if kept is not None:
-            text = f"the result before this one is kept in {shown / kept.name}"
-            say(f"{text}; report and plots show the new one", quiet=quiet)
-    except (OSError, GearError) as error:
-        say(f"the result could not be kept in {shown}: {error}")
+    return evaluate_run(
+        run,
+        name,
+        how,
+        returns,
+        episodes=episodes,
+        checkpoint=checkpoint,
+        seed=seed,
+        device=device,
+        out=out,
+        video=video,
+        quiet=quiet,
+        model=model,
+    )

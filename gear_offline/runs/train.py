@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gear_offline.config.arguments import check_arguments
@@ -93,6 +94,7 @@ def train(
     whole = load_recipe(recipe, with_value(overrides, "model.kind", model))
     quiet = quiet or not is_first_process()
     from gear_offline.core.text import say
+    from gear_offline.dataset.manifest import check_dataset
     from gear_offline.runs.callbacks import check_callbacks
     from gear_offline.runs.checks import check_recipe
     from gear_offline.runs.directory import check_place, run_and_start
@@ -112,6 +114,10 @@ def train(
             is_made = not is_of_run and (data.maker.source or data.maker.collect)
             if not (is_made or (data.path and is_there(data.path))):
                 raise no_data(data, is_of_run=is_of_run)
+            if data.path and (not is_made or Path(data.path).is_file()):
+                check_dataset(data.path)
+        if past is not None and (resume or start is not None):
+            past.check(past.fill(whole))
         check_place(path, resume=resume)  # last: what is typed wrong is told first
     from gear_offline.runs import loop  # loads torch
 

@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field
 from gear_offline.config.files import flat
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.strict_yaml import dump_yaml, parse_yaml, typed_value, whole_number
-from gear_offline.core.files import LOCK, HeldDirectory, read_regular, write_file
+from gear_offline.core.files import LOCK, HeldDirectory, check_folder, read_regular, write_file
 from gear_offline.core.parts import is_part
 from gear_offline.core.text import first_line, plain
 from gear_offline.errors import InputError, given_path
@@ -200,12 +200,17 @@ class SweepDirectory:
         """Keep other processes from running this sweep; a context manager."""
         what, remedy = "another process is running this sweep", "wait for it, or choose another"
         taken = InputError("RUN_LOCKED", what, str(self.path), f"{remedy} directory with --out")
+        self.check()
+        return HeldDirectory(self.path, taken=taken)
+
+    def check(self) -> None:
+        """Refuse a place that is no folder, or holds something else."""
+        check_folder(self.path, output=self.path)
         if self.path.is_dir() and not self.is_begun:
             foreign = {entry.name for entry in self.path.iterdir()} - {LOCK, ".sweep.json.partial"}
             if foreign:
                 what = "the directory is not empty and holds no sweep"
                 raise InputError("OUTPUT_EXISTS", what, str(self.path), "choose another with --out")
-        return HeldDirectory(self.path, taken=taken)
 
     def read(self) -> SweepFile:
         """Return the content of ``sweep.json``."""

@@ -4,5 +4,5 @@ step     `learner`: `gradients`, `optimizer`; as one CUDA graph `graph`, with ot
 model    `model` builds it, `parallel` shares it over ranks, `seeding` decides its bits.
 measure  `window` has losses and times since the last report, `cost` counts FLOPs and bytes.
 keep     `saving` copies beside the steps; `checkpoint` makes it whole, `sharded` what is spread.
-read     `json_lines`, `records`: a run's files; `trained`: the model that acts, `onnx`: as a file.
+read     `json_lines`, `records`: of a run; `trained`: what acts; `export`, `onnx`: as a file.
 """

@@ -27,9 +27,11 @@ from gear_offline.config.files import lost_recipe, recipe_paths
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import read_regular, sync_directory, write_error, write_file
 from gear_offline.core.hub import is_hub
+from gear_offline.core.parts import check_part, is_part, readmit
 from gear_offline.core.system import versions
 from gear_offline.core.text import say, typed
 from gear_offline.errors import GearError, InputError, is_out_of_memory
+from gear_offline.models.kinds import MODELS
 from gear_offline.models.tensor_file import FileFacts, file_facts, write_tensors
 from gear_offline.tables.fields import Window
 
@@ -350,10 +352,28 @@ def chosen_checkpoint(run: Path, which: str | int | None = None) -> Checkpoint:
     return read_checkpoint(find_checkpoint(run, which), training=False)
 
 
-def check_trained(run: Path, which: str | None) -> None:
-    """Refuse a path of this machine where no policy is; what there is may still be damaged."""
-    if not (is_hub(run) or (run / "policy.json").is_file()):
-        find_checkpoint(run, which)
+def check_trained(run: Path, which: str | int | None = None, kind: str | None = None) -> None:
+    """Refuse a path of this machine where no policy is; what there is may still be damaged.
+
+    `kind` is the name that the user gives its model.  A part that may not be imported is refused.
+    """
+    if kind is not None and is_part(kind):
+        check_part(MODELS, kind)
+    if is_hub(run):
+        return
+    if run.suffix == ".onnx" and run.is_file():
+        what, remedy = "an ONNX file acts by onnxruntime", "give the run or the policy folder"
+        raise InputError("RUN_NOT_FOUND", what, str(run), remedy)
+    if not (run / "policy.json").is_file():
+        path, recipe = find_checkpoint(run, which), None
+        with suppress(GearError):  # of a damaged one: an older one may be whole
+            recipe = Recipe.read(read_state(path).recipe, where=str(path / STATE))
+        if recipe is not None and kind is None and is_part(recipe.model.kind):
+            readmit(recipe.trusted)
+            check_part(MODELS, recipe.model.kind)
+    elif which is not None:
+        what, remedy = f"{typed(run)} is one policy", "leave the choice of a checkpoint out"
+        raise InputError("USAGE", what, where="checkpoint", remedy=remedy)
 
 
 def no_run(path: Path) -> InputError:

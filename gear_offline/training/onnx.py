@@ -6,7 +6,6 @@ Shape legend: B environments, L steps so far of each (1 to K), S state elements,
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from contextlib import redirect_stderr
 from io import StringIO
@@ -16,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gear_offline.config.arguments import check_arguments
-from gear_offline.core.files import check_new_file, write_file, writing
+from gear_offline.core.files import write_file, writing
 from gear_offline.core.torch_state import torch_defaults
-from gear_offline.errors import InputError, given_path, package_needed
+from gear_offline.errors import InputError, package_needed
 from gear_offline.models.base import calling_model, evaluation_mode
 from gear_offline.models.policy import Policy, predict_actions
 from gear_offline.training.trained import load_policy
@@ -29,74 +27,14 @@ LARGEST = (2 << 30) - 4096  # bytes of a protobuf message, less what is added
 
 
 @torch_defaults()
-@check_arguments()
-def export_policy(
-    policy: Policy | str | os.PathLike[str],
-    out: str | os.PathLike[str],
-    task: str | None = None,
-    *,
-    overwrite: bool = False,
-    model: Any = None,
+def write_policy(
+    policy: Policy | Path, target: Path, task: str | None, *, overwrite: bool, model: Any
 ) -> Path:
-    """Write the policy of a run as one file, or as a folder, that acts by itself.
-
-    Parameters
-    ----------
-    policy
-        From `gear_offline.load_policy`, or what that takes: a run or a checkpoint.
-    task
-        The task to act in, of a run of several.
-    out
-        ``NAME.onnx``, a file that normalises, scales and acts; a name without an ending is that of
-        a folder to make, as `gear_offline.Policy.save` does.
-    overwrite
-        Replace a file or a policy folder that is there.
-    model
-        As of `gear_offline.load_policy`.
-
-    Returns
-    -------
-    Path
-        `out`.  The graph of a file takes the last L steps of each environment, L at most K, which
-        the file's metadata name ``context_length``:
-
-        - ``observations`` (B, L, S) float32 as the environment gives them, float64 where the
-          data were; of frames (B, L, stack, *frame), zeros before an episode's first frame; of
-          several columns each is ``observations/NAME``
-        - ``actions`` (B, L, A) float32, or (B, L) int64 for discrete ones; the last has no effect
-        - ``returns_to_go`` (B, L) float32, still asked at each step, in units of the rewards; that
-          of the next step is (this - reward) / ``gamma`` of the metadata, of rewards as its
-          ``reward_edits`` make them; of a policy of goals ``goals`` (B, L, S), as observations, in
-          their place, alike at each step
-        - ``timesteps`` (B, L) int64, step within the episode
-
-        and gives ``action``, (B, A) float32 or (B,) int64, of the last step.
-
-    Raises
-    ------
-    InputError
-        Those of `gear_offline.load_policy`; ``OUTPUT_EXISTS``, ``OUTPUT_WRITE``.
-    UnavailableError
-        ``PACKAGE_MISSING`` without the packages of the extra ``onnx``.
-
-    Examples
-    --------
-    `runs/tiny` is what the example of `gear_offline.train` makes.
-
-    >>> import gear_offline as go
-    >>> go.export_policy("runs/tiny", "tiny.onnx").name
-    'tiny.onnx'
-    """
-    target = given_path(out, "OUTPUT_WRITE", where="out")
-    if target.suffix != ".onnx" and target.suffix[1:].isalpha() and not target.is_dir():
-        what = f"a policy is no {target.suffix} file"
-        remedy = f"write {target.with_suffix('.onnx')}, or a folder: {target.with_suffix('')}"
-        raise InputError("OUTPUT_WRITE", what, str(target), remedy)
+    """Write a policy as the file or folder `target`; `export_policy` is the public door."""
     if not isinstance(policy, Policy):
         policy = load_policy(policy, task, device="cpu", model=model)
     if target.suffix != ".onnx":
         return policy.save(target, overwrite=overwrite)
-    check_new_file(target, overwrite=overwrite)
     with package_needed("an ONNX file", "onnx"):
         import onnx
         import onnxscript  # noqa: F401 - what torch exports with

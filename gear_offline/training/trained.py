@@ -14,7 +14,6 @@ from gear_offline.config.arguments import check_arguments
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.hub import PREFIX, fetch, is_hub
 from gear_offline.core.parts import admit, digest_of, is_same, part_name, readmit
-from gear_offline.core.text import typed
 from gear_offline.core.torch_state import torch_defaults
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError, given_path
@@ -34,6 +33,7 @@ from gear_offline.models.policy_folder import (
 from gear_offline.tables.fields import Scales, Window
 from gear_offline.training.checkpoint import (
     Checkpoint,
+    check_trained,
     chosen_checkpoint,
     run_damaged,
     while_removed,
@@ -177,14 +177,9 @@ def find_trained(
     if is_hub(path) or (is_bare and not path.exists() and not path.parent.is_dir()):
         name = f"{PREFIX}{str(path).removeprefix(PREFIX)}"
         path = fetch(name, "model", "RUN_NOT_FOUND", only=(POLICY, CONFIG, MODEL))
-    if path.suffix == ".onnx" and path.is_file():
-        what, remedy = "an ONNX file acts by onnxruntime", "give the run or the policy folder"
-        raise InputError("RUN_NOT_FOUND", what, str(path), remedy)
+    check_trained(path, checkpoint, kind)
     if not (path / POLICY).is_file():
         return while_removed(lambda: trained_model(chosen_checkpoint(path, checkpoint), kind))
-    if checkpoint is not None:
-        what, remedy = f"{typed(path)} is one policy", "leave the choice of a checkpoint out"
-        raise InputError("USAGE", what, where="checkpoint", remedy=remedy)
     loaded, file = read_policy(path, kind)
     return _by_itself(loaded, file, file, str(path))
 
