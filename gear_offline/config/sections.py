@@ -50,7 +50,8 @@ def asked_returns(targets: Any) -> tuple[float, ...]:
     """Return one or many `targets` as numbers, checked as those of a recipe (``USAGE``)."""
     try:
         values = [] if isinstance(targets, str) else targets
-        values = values if hasattr(values, "__iter__") and getattr(values, "ndim", 1) else [values]
+        if getattr(values, "ndim", None) == 0 or not hasattr(values, "__iter__"):
+            values = [values]
         return tuple(target_list([float(target) for target in values]))
     except (TypeError, ValueError) as error:
         what, remedy = f"target returns {targets!r}: {error}", "write them like 3600,1800"
