@@ -389,8 +389,9 @@ class RunEvaluations(Closing):
         now = time.monotonic()
         if self._queue and now - self._polled >= POLL_SECONDS:
             self._polled = now
-            for player in filter(None, (self._away, self._local)):
-                player.turn(self._stop)
+            if self._away is not None:
+                self._away.turn(self._stop)
+            self._local.turn(self._stop)
             self._record_played()
 
     def _record_played(self) -> None:

@@ -89,7 +89,8 @@ def export_policy(
     if isinstance(policy, str | os.PathLike):
         kind: str | None = part_name(model)
         admit([kind] if kind else [])
-        check_trained(Path(policy), kind=kind)
+        policy = Path(policy)
+        check_trained(policy, kind=kind)
     from gear_offline.training.onnx import write_policy  # loads torch
 
     return write_policy(policy, target, task, overwrite=overwrite, model=model)
