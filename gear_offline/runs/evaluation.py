@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gear_offline.core.files import write_error
-from gear_offline.core.parts import is_same
+from gear_offline.core.parts import admit, is_same
 from gear_offline.core.text import say
 from gear_offline.core.torch_state import torch_threads
 from gear_offline.distributed.world import resolve_device
@@ -55,6 +55,7 @@ def evaluate_run(
             raise InputError("USAGE", what, "run", remedy)
     else:
         trained = find_trained(run, checkpoint, model=model)
+    admit([name] if name else [])  # the run may name it too, where nobody has typed it
     tasks = _chosen_tasks(trained, name, how, targets)
     if name is None or is_same(name, trained.recipe.evaluate.environment):
         say_left_out(how, trained.recipe.evaluate.environment_options)

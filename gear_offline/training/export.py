@@ -89,7 +89,7 @@ def export_policy(
     if isinstance(policy, str | os.PathLike):
         kind: str | None = part_name(model)
         admit([kind] if kind else [])
-        policy = Path(policy)
+        policy = given_path(policy, "RUN_NOT_FOUND", where="policy")
         check_trained(policy, kind=kind)
     from gear_offline.training.onnx import write_policy  # loads torch
 
