@@ -94,7 +94,7 @@ def look_for_new(path: Path, pieces: int) -> Call:
     appender = go.Appender(data.path)
     for _ in range(pieces):
         appender.append([data.episode(0)])
-    growing = GrowingDataset(data.path, quiet=True)
+    growing = GrowingDataset(go.open_dataset(data.path, verify=False, admissions=0), quiet=True)
     growing.admit(1)
     return partial(growing.admit, 2)
 

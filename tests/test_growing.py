@@ -54,8 +54,12 @@ def path(tmp_path: Path) -> Path:
     return folder
 
 
+def hold_growing(path: Path, **options: Any) -> GrowingDataset:
+    return GrowingDataset(go.open_dataset(path, verify=False, admissions=0), **options)
+
+
 def grow(path: Path, step: int) -> None:
-    with GrowingDataset(path, quiet=True) as growing:
+    with hold_growing(path, quiet=True) as growing:
         growing.admit(step)
 
 
@@ -108,7 +112,7 @@ def test_a_grown_dataset_is_the_one_of_all_its_episodes(path: Path, tmp_path: Pa
         np.testing.assert_allclose(facts.std, rows.std(0, np.float64), rtol=1e-9, atol=1e-12)
     said = go.inspect(path)["statistics"]["rewards"]
     assert said["max"] == grown.column("rewards").max()
-    with GrowingDataset(path) as growing:  # a run's own stay those that it began with
+    with hold_growing(path) as growing:  # a run's own stay those that it began with
         first = go.open_dataset(path, admissions=0)
         assert growing.follow(3).statistics is growing.dataset.manifest.statistics
         means = (each.statistics["observations"].mean for each in (growing.dataset, first))
@@ -372,9 +376,9 @@ def test_pieces_that_do_not_fit_are_put_aside(path: Path, tmp_path: Path, capsys
         others.add(other.name)
     appender.append(episodes([5], 2))
     (path / "incoming" / ".half").mkdir()  # somebody is writing it
-    with GrowingDataset(path) as growing, GrowingDataset(path, admits=False):
+    with hold_growing(path) as growing, hold_growing(path, admits=False):
         with pytest.raises(InputError, match="another run grows this dataset"):
-            GrowingDataset(path)
+            hold_growing(path)
         assert len(growing.admit(0)) == 4
     said = capsys.readouterr().err
     assert "do not match their digest" in said and said.count("its columns are not those") == 3
@@ -435,7 +439,7 @@ def test_whatever_lies_among_the_pieces_ends_no_look(
     (path / "incoming").mkdir()
     STRANGE[kind](path)
     last = go.Appender(path).append(episodes([5], 2))
-    with GrowingDataset(path) as growing:
+    with hold_growing(path) as growing:
         assert len(growing.admit(0)) == 4
         last.write_bytes(b"back again")  # under a name that was admitted
         assert len(growing.admit(1)) == 4
@@ -455,7 +459,7 @@ def test_a_piece_that_is_replaced_while_it_is_read_waits(path: Path, monkeypatch
         link(*words, **options)
 
     monkeypatch.setattr(os, "link", replace_first)
-    with GrowingDataset(path, quiet=True) as growing:
+    with hold_growing(path, quiet=True) as growing:
         assert len(growing.admit(0)) == 3
         assert len(growing.admit(1)) == 4
     assert len(go.open_dataset(path)) == 4
@@ -469,7 +473,7 @@ def test_one_piece_that_does_not_fit_behind_the_others_goes_alone(path: Path) ->
         if 5 in dataset.episodes.lengths:
             raise InputError("SELECTION", "five")
 
-    with GrowingDataset(path, check_whole=whole, quiet=True) as growing:
+    with hold_growing(path, check_whole=whole, quiet=True) as growing:
         growing.admit(0)
     assert go.open_dataset(path).episodes.lengths.tolist() == [*FIRST, 4, 6, 7]
     assert len(list((path / "refused").iterdir())) == 1 and len(list(path.glob("shard-*"))) == 4
@@ -581,13 +585,13 @@ def test_a_learner_killed_while_admitting_admits_each_piece_once(
         real(*arguments, **options)
         raise KilledError
 
-    growing = GrowingDataset(path, quiet=True)
+    growing = hold_growing(path, quiet=True)
     with monkeypatch.context() as patch:
         patch.setattr(os, call, killed)
         with pytest.raises(KilledError):
             growing.admit(5)
     growing.close()
-    with GrowingDataset(path, quiet=True) as again:
+    with hold_growing(path, quiet=True) as again:
         again.admit(5)
     dataset = go.open_dataset(path)
     assert dataset.episodes.lengths.tolist() == [*FIRST, 6, 4, 11]
@@ -628,7 +632,8 @@ def test_a_changed_line_is_damage_and_locks_nothing(place: float, path: Path) ->
     content = bytearray(before := log.read_bytes())
     content[int(place * (len(content) - 2))] ^= 1
     log.write_bytes(content)
-    for door in (go.open_dataset, GrowingDataset):
+    doors: tuple[Any, ...] = (go.open_dataset, hold_growing)
+    for door in doors:
         with pytest.raises(InputError, match=r"DATASET_DAMAGED.*line 1"):
             door(path)
     log.write_bytes(before)

@@ -38,7 +38,7 @@ from gear_offline.core.files import (
 )
 from gear_offline.core.text import count_text, say, size_text
 from gear_offline.core.types import Array, Float64Array
-from gear_offline.dataset.dataset import Dataset, grow_dataset, open_dataset, with_shards
+from gear_offline.dataset.dataset import Dataset, grow_dataset, with_shards
 from gear_offline.dataset.manifest import (
     ADMISSIONS_NAME,
     Admission,
@@ -72,7 +72,7 @@ POLL_SECONDS = 0.02
 class GrowingDataset(Closing):
     """The data of a learner that trains while actors append; a context manager.
 
-    It begins with `path`, or the dataset there, as it was converted; one that is verified stays so.
+    It begins with a `dataset` as it was converted; one that is verified stays so.
     It `admits` behind the last line, as one process at a time may, or else follows the lines only.
     `check` raises `InputError` for a piece that does not fit the learner, `check_whole` for a
     dataset that has grown by it.  Its statistics stay those of the beginning.
@@ -80,17 +80,15 @@ class GrowingDataset(Closing):
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | Dataset,
+        dataset: Dataset,
         *,
         admits: bool = True,
         check: Callable[[Dataset], None] = lambda piece: None,
         check_whole: Callable[[Dataset], object] = lambda dataset: None,
         quiet: bool = False,
     ) -> None:
-        if not isinstance(path, Dataset):
-            path = open_dataset(path, verify=False, admissions=0)
-        self.dataset, self.admissions = replace(path, frozen=True), 0  # now, and how many it has
-        self._path, self._check, self._check_whole = path.path, check, check_whole
+        self.dataset, self.admissions = replace(dataset, frozen=True), 0  # now, and how many it has
+        self._path, self._check, self._check_whole = dataset.path, check, check_whole
         self._quiet, self._passed_over = quiet, set[str]()
         self._log = self._hold() if admits else -1
         try:

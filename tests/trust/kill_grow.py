@@ -90,7 +90,8 @@ def judge(options: argparse.Namespace, folder: Path) -> Judged:
     recipe = kill_many(data, told, recipe, options)
     if status_of(start(recipe, run)) != 0:
         sys.exit("the last learner failed")
-    with GrowingDataset(data, quiet=True) as growing:  # what is left
+    begun = go.open_dataset(data, verify=False, admissions=0)
+    with GrowingDataset(begun, quiet=True) as growing:  # what is left
         dataset = growing.admit(1 << 40)
     grown = dataset[len(first) :]
     numbers = [float(episode["rewards"][0]) for episode in grown]
