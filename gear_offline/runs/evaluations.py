@@ -253,7 +253,7 @@ class Shared:
     player: LocalPlayer | None = None
 
 
-class EvaluationLog(Closing):
+class EvaluationLog:
     """The evaluations that a run has recorded, and how each is made known."""
 
     def __init__(self, learner: Learner, callbacks: Callbacks, progress: Progress) -> None:
@@ -261,7 +261,7 @@ class EvaluationLog(Closing):
         path = callbacks.run.path
         # those that failed are played again
         self.reports = [report for report in read_evaluations(path) if not report.error]
-        self._file = AppendedFile(path / "evaluations.jsonl")
+        self.file = AppendedFile(path / "evaluations.jsonl")
 
     def has(self, step: int) -> bool:
         """Return true if an evaluation of `step` is recorded."""
@@ -274,21 +274,13 @@ class EvaluationLog(Closing):
         report = report.model_copy(update={"run": self._callbacks.run.name, "step": step, **facts})
         is_known = any(timestep_warning(earlier, model) for earlier in self.reports)
         self.reports = sorted([*self.reports, report], key=lambda report: report.step or 0)
-        self._file.append(report.to_json())
+        self.file.append(report.to_json())
         late = f" ({seconds:,.0f} s and {now - step:,} steps ago)" if now > step else ""
         self._progress.update(now, last=self.reports[-1].summary()[0])
         self._progress.say(f"step {step:,}{late}: {report.summary()[1]}")
         if not is_known and (warning := timestep_warning(report, model)):
             self._progress.say(warning)
         self._callbacks.tell("on_evaluation", step, finite(report.to_json()))
-
-    def sync(self) -> None:
-        """Make what is recorded survive a power loss."""
-        self._file.sync()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 class RunEvaluations(Closing):
@@ -435,7 +427,7 @@ class RunEvaluations(Closing):
     def close(self) -> None:
         """End the processes; what is outstanding is left to a resumed run."""
         self._end()
-        self.log.close()
+        self.log.file.close()
 
     def _end(self) -> None:
         for report, _ in self._queue.values():

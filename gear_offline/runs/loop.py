@@ -305,7 +305,7 @@ class LiveRun(Closing):
         """Make metrics and evaluations so far survive a power loss."""
         if self.writer is not None and self.evaluations is not None:
             self.writer.sync()
-            self.evaluations.log.sync()
+            self.evaluations.log.file.sync()
 
     def close(self) -> None:
         """Close the files and end the threads; a second Ctrl-C waits for nothing."""
