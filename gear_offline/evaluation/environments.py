@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import chdir, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from importlib import import_module
 from inspect import getattr_static
 from operator import getitem
@@ -318,13 +318,20 @@ def layers(raw: gymnasium.Env[Any, Any]) -> Iterator[gymnasium.Env[Any, Any]]:
 def seed_spaces(raw: gymnasium.Env[Any, Any], seed: int) -> None:
     """Seed all spaces that an environment holds; those of its class become its own first."""
     *_, bare = layers(raw)
-    for name in dir(type(bare)):
-        if isinstance(getattr_static(bare, name), gymnasium.Space) and name not in vars(bare):
+    kind: Any = type(bare)
+    for name in _shared_spaces(kind):
+        if name not in vars(bare):
             setattr(bare, name, copy.deepcopy(getattr(bare, name)))
     for layer in layers(raw):
         for space in (layer.observation_space, layer.action_space, *vars(layer).values()):
             if isinstance(space, gymnasium.Space):
                 space.seed(seed)
+
+
+@cache
+def _shared_spaces(kind: type) -> tuple[str, ...]:
+    """Return the names of the spaces that a class of environments holds."""
+    return tuple(n for n in dir(kind) if isinstance(getattr_static(kind, n), gymnasium.Space))
 
 
 def not_finite(what: str, environment_id: str) -> InputError:
