@@ -28,9 +28,12 @@ GEAR := $(BIN)/gear-offline
 demo:
 	@.ci/setup demo
 	@$(MAKE) --no-print-directory demo/seeds/sweep.md
+	@$(MAKE) --no-print-directory demo/hopper.gif || echo "There is no film: docs/how-to/evaluate.md says what it takes."
 	@echo
-	@echo "What three seeds achieve, by what they are asked for: demo/seeds/sweep.md and demo/seeds/plots;"
-	@echo "of the first seed: demo/seeds/runs/s0/report.md.  Where to go next:"
+	@[ ! -f demo/hopper.gif ] || echo "The policy, asked for 3,000:        $(CURDIR)/demo/hopper.gif"
+	@echo "Its curves, and what it achieves:   $(CURDIR)/demo/seeds/runs/s0/report.md"
+	@echo "Three seeds:                        $(CURDIR)/demo/seeds/sweep.md"
+	@echo "Where to go next:"
 	@echo "  source $(BIN)/activate                                     gear-offline becomes a command"
 	@echo "  gear-offline evaluate demo/seeds/runs/s0 --targets 2200,800     ask for something else"
 	@echo "  gear-offline convert YOUR.hdf5 data/mine                        your own or D4RL's files"
@@ -45,10 +48,13 @@ demo/hopper: | demo/hopper.hdf5
 	$(GEAR) convert demo/hopper.hdf5 $@
 	$(GEAR) inspect $@
 
-.PHONY: demo/seeds/sweep.md  # the command itself goes on where it was
+.PHONY: demo/seeds/sweep.md  # the command itself goes on where it was: one score first, then three
 demo/seeds/sweep.md: | demo/hopper
-	$(GEAR) sweep demo data.path=demo/hopper --seeds 3 --out demo/seeds \
-		train.evaluate_every=2000 evaluate.episodes=10
+	$(GEAR) sweep demo data.path=demo/hopper --seeds 1 --out demo/seeds
+	$(GEAR) sweep demo data.path=demo/hopper --seeds 3 --out demo/seeds
+
+demo/hopper.gif:
+	$(GEAR) evaluate demo/seeds/runs/s0 --targets 3000 --episodes 10 --video $@
 
 docs:
 	@.ci/setup docs

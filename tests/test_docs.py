@@ -171,8 +171,8 @@ def test_the_demo_is_commands_there_are(tmp_path: Path) -> None:
     lines = shown.replace("\\\n", " ").splitlines()
     ours = [["gear-offline", *shlex.split(line)[1:]] for line in lines if "/gear-offline " in line]
     names = [words[1] for words in ours]
-    assert names == ["collect", "convert", "inspect", "sweep"]
-    assert [problem(words) for words in ours] == [None] * 4
+    assert names == ["collect", "convert", "inspect", "sweep", "sweep"]
+    assert [problem(words) for words in ours] == [None] * 5
 
 
 @each_page
