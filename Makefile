@@ -31,8 +31,8 @@ demo:
 	@$(MAKE) --no-print-directory demo/hopper.gif || echo "There is no film: docs/how-to/evaluate.md says what it takes."
 	@echo
 	@[ ! -f demo/hopper.gif ] || echo "The policy, asked for 3,000:        $(CURDIR)/demo/hopper.gif"
-	@echo "Its curves, and what it achieves:   $(CURDIR)/demo/seeds/runs/s0/report.md"
-	@echo "Three seeds:                        $(CURDIR)/demo/seeds/sweep.md"
+	@echo "Its curves, and what it achieves:   $(CURDIR)/demo/seeds/runs/s0/report.html"
+	@echo "Three seeds:                        $(CURDIR)/demo/seeds/sweep.html"
 	@echo "Where to go next:"
 	@echo "  source $(BIN)/activate                                     gear-offline becomes a command"
 	@echo "  gear-offline evaluate demo/seeds/runs/s0 --targets 2200,800     ask for something else"

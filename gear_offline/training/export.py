@@ -89,8 +89,9 @@ def export_policy(
     if isinstance(policy, str | os.PathLike):
         kind: str | None = part_name(model)
         admit([kind] if kind else [])
-        policy = given_path(policy, "RUN_NOT_FOUND", where="policy")
-        check_trained(policy, kind=kind)
+        path = given_path(policy, "RUN_NOT_FOUND", where="run")
+        if isinstance(policy, os.PathLike) or path.exists():  # else USER/NAME on the Hub
+            check_trained(path, kind=kind)
     from gear_offline.training.onnx import write_policy  # loads torch
 
     return write_policy(policy, target, task, overwrite=overwrite, model=model)

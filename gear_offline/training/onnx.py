@@ -6,6 +6,7 @@ Shape legend: B environments, L steps so far of each (1 to K), S state elements,
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from contextlib import redirect_stderr
 from io import StringIO
@@ -28,7 +29,12 @@ LARGEST = (2 << 30) - 4096  # bytes of a protobuf message, less what is added
 
 @torch_defaults()
 def write_policy(
-    policy: Policy | Path, target: Path, task: str | None, *, overwrite: bool, model: Any
+    policy: Policy | str | os.PathLike[str],
+    target: Path,
+    task: str | None,
+    *,
+    overwrite: bool,
+    model: Any,
 ) -> Path:
     """Write a policy as the file or folder `target`; `export_policy` is the public door."""
     if not isinstance(policy, Policy):
