@@ -19,12 +19,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from gear_offline.convert.conversion import convert
+from gear_offline.core.progress import Progress
 from gear_offline.core.system import machine
-from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.data.convert.conversion import convert
+from gear_offline.data.dataset.dataset import Dataset, open_dataset
+from gear_offline.data.sources import from_arrays
 from gear_offline.errors import UnavailableError
-from gear_offline.progress import Progress
-from gear_offline.sources import from_arrays
 
 STEPS, EPISODES = 1_000_000, 2_186  # as D4RL's hopper-medium-v2
 STATE_DIM, ACTION_DIM, CONTEXT = 11, 3, 20

@@ -23,14 +23,14 @@ import h5py
 import numpy as np
 
 from benchmarks.common import Call, timed
-from gear_offline.convert.conversion import convert
+from gear_offline.data.convert.conversion import convert
 
 STEP_BYTES = 4 * (11 + 3 + 11 + 1) + 2
 KINDS: dict[str, dict[str, Any]] = {"contiguous": {}, "gzip": {"compression": "gzip"}}
 _PEAK = """
 import sys
 from pathlib import Path
-from gear_offline.convert.conversion import convert
+from gear_offline.data.convert.conversion import convert
 convert(sys.argv[1], Path(sys.argv[2]), quiet=True)
 # Not getrusage: its maximum survives exec, so it would be the parent's.
 lines = Path("/proc/self/status").read_text().splitlines()

@@ -22,9 +22,9 @@ from benchmarks.common import (
     need_cuda,
     write_rows,
 )
+from gear_offline.core.progress import Progress
 from gear_offline.distributed.world import World, open_world, rank_device
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.progress import Progress
 
 # bytes of a window: its steps, and float32 states of a step; 2 actions, reward, returns besides
 WINDOWS = {256: (4, 12), 880: (5, 40), 2048: (4, 124), 4096: (4, 252), 1 << 20: (4, (1 << 16) - 4)}

@@ -27,7 +27,7 @@ import torch
 
 import gear_offline as go
 from benchmarks.common import Call, timed
-from gear_offline.dataset.growing import GrowingDataset
+from gear_offline.data.dataset.growing import GrowingDataset
 
 STEPS, ACTORS = 400, 4
 BUFFER_STEPS = 1_000_000  # of TorchRL

@@ -19,10 +19,10 @@ import numpy as np
 
 from benchmarks.common import Call, timed
 from benchmarks.convert import make_file
-from gear_offline.convert.conversion import convert
+from gear_offline.batches.tables.table import TableOptions, build_table
 from gear_offline.core.system import usable_cores
-from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.tables.table import TableOptions, build_table
+from gear_offline.data.convert.conversion import convert
+from gear_offline.data.dataset.dataset import Dataset, open_dataset
 
 STEPS, QUICK_STEPS = 20_000_000, 500_000
 COLUMNS = ["observations", "actions", "rewards"]

@@ -15,7 +15,7 @@ import torch
 from benchmarks.common import CONTEXT, Call, alternate, hopper_like
 from benchmarks.loader_peers import PEERS
 from gear_offline.core.text import say
-from gear_offline.dataset.dataset import Dataset
+from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.loaders.loader import GearLoader
 
 BATCH_SIZES = (64, 1024)

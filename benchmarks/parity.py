@@ -41,7 +41,7 @@ from transformers import DecisionTransformerModel
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.core.files import write_file
 from gear_offline.core.system import machine
-from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.data.dataset.dataset import Dataset, open_dataset
 from gear_offline.evaluation.play import EvaluationTask, evaluate_tasks
 from gear_offline.models.decision_transformer import (
     DecisionTransformer,

@@ -28,8 +28,8 @@ import numpy.typing as npt
 from matplotlib.figure import Figure
 from scipy import stats
 
-from gear_offline import plots
 from gear_offline.analysis.significance import difference, holm
+from gear_offline.core import plots
 from gear_offline.core.files import write_file
 from gear_offline.sweep.results import estimate
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import Call, alternate, gpu_seconds
-from gear_offline.dataset.schema import EpisodeIndex
-from gear_offline.sampling import Prioritized, make_sampler
+from gear_offline.batches.sampling import Prioritized, make_sampler
+from gear_offline.data.dataset.schema import EpisodeIndex
 
 SIZES, QUICK_SIZES = (10**5, 10**7), (10**5,)
 GPU_SIZES, QUICK_GPU_SIZES = (1 << 24, 10**8, 10**9), (10**6,)

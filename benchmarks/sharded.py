@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import CONTEXT, gpu_seconds, hopper_like, timed, write_rows
-from gear_offline.dataset.dataset import open_dataset
+from gear_offline.data.dataset.dataset import open_dataset
 from gear_offline.distributed.world import World, open_world
 from gear_offline.errors import UnavailableError
 from gear_offline.loaders.loader import GearLoader

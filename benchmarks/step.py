@@ -24,12 +24,12 @@ import torch
 
 from benchmarks.common import hopper_like, need_cuda
 from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.core.progress import Progress
 from gear_offline.core.text import say, size_text
-from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.data.dataset.dataset import Dataset, open_dataset
 from gear_offline.distributed.world import World, open_world, rank_device
 from gear_offline.loaders.batch import Batch
 from gear_offline.models.decision_transformer import DecisionTransformer
-from gear_offline.progress import Progress
 from gear_offline.training.cost import peak_tflops
 from gear_offline.training.graph import capture
 from gear_offline.training.learner import Learner

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.common import hopper_like, need_cuda, timed
 from benchmarks.train import paper_learner
-from gear_offline.dataset.dataset import Dataset
+from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.training.stack import Stack
 
 OPTIONS = ("train.graph=on", "train.compile=on", "train.precision=bf16")

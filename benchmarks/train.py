@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.common import CONTEXT, Call, Data, alternate, hopper_like, need_cuda, timed
 from benchmarks.loader_peers import original_procedure
 from gear_offline.config.recipe import load_recipe
-from gear_offline.dataset.dataset import Dataset
+from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.decision_transformer import trainable_parameters
 from gear_offline.models.loss import mean_loss, step_losses

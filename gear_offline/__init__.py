@@ -6,11 +6,11 @@ on first use; importing this package loads neither torch nor cupy.
 
 from __future__ import annotations
 
-# Three functions have the name of their package.  Python binds a package here when it is first
-# imported and never again, so that afterwards `__getattr__` gives the functions.
-from gear_offline import collect, convert, sweep
+# A function has the name of its package.  Python binds a package here when it is first
+# imported and never again, so that afterwards `__getattr__` gives the function.
+from gear_offline import sweep
 
-del collect, convert, sweep
+del sweep
 
 with open(f"{__file__}i", encoding="utf-8") as _stub:  # from MODULE import NAME as NAME
     _HOMES = {line.split()[-1]: line.split()[1] for line in _stub if line.startswith("from ")}

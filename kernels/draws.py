@@ -27,7 +27,7 @@ import numpy as np
 from numpy.random.bit_generator import ISeedSequence
 
 from gear_offline.core.types import Float64Array, Int64Array, UInt64Array
-from gear_offline.dataset.schema import EpisodeIndex
+from gear_offline.data.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 
 if TYPE_CHECKING:

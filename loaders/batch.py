@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal, Never
 import torch
 from torch import Tensor
 
+from gear_offline.batches.tables.fields import EXTRA, OBSERVED
 from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.loaders.goals import GOALS
-from gear_offline.tables.fields import EXTRA, OBSERVED
 
 OTHER_NAMES = {  # of the same things, in datasets and elsewhere
     **dict.fromkeys(("observations", "obs"), "states"),

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from gear_offline.batches.sampling import Prioritized
 from gear_offline.errors import InputError
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.static_batch import StaticBatch
-from gear_offline.sampling import Prioritized
 
 if TYPE_CHECKING:
     from gear_offline.loaders.loader import GearLoader

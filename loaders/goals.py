@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from gear_offline.batches.sampling.draws import SegmentStream
+from gear_offline.batches.sampling.masses import WeightedChoice
+from gear_offline.batches.tables.fields import EXTRA
 from gear_offline.config.sections import GoalSettings
 from gear_offline.kernels.draws import GOAL_STREAM, Segments, bound_draws, slot_draws
 from gear_offline.kernels.gather import Windows, real_steps
-from gear_offline.sampling.draws import SegmentStream
-from gear_offline.sampling.masses import WeightedChoice
-from gear_offline.tables.fields import EXTRA
 
 GOALS = "goals"
 CURRENT, FUTURE, FINAL, RANDOM = range(4)

@@ -17,6 +17,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from gear_offline.batches.sampling import Sampler
+from gear_offline.batches.sampling.draws import SegmentStream
+from gear_offline.batches.sampling.registry import Selection
+from gear_offline.batches.tables.fields import STATES, Window
+from gear_offline.batches.tables.joint import (
+    JointDataset,
+    TableData,
+    data_digest,
+    data_name,
+    parts_of,
+)
 from gear_offline.config.arguments import check_arguments
 from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe
@@ -25,7 +36,7 @@ from gear_offline.core.files import Closing
 from gear_offline.core.text import plain
 from gear_offline.core.torch_state import torch_defaults
 from gear_offline.core.types import Int64Array
-from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.data.dataset.dataset import Dataset, open_dataset
 from gear_offline.distributed.world import World, resolve_device
 from gear_offline.errors import InputError
 from gear_offline.kernels.draws import Segments, check_range
@@ -46,11 +57,6 @@ from gear_offline.loaders.options import (
 )
 from gear_offline.loaders.rows import MemoryRows, RowOpener, Rows
 from gear_offline.loaders.static_batch import SegmentWriter, StaticBatch
-from gear_offline.sampling import Sampler
-from gear_offline.sampling.draws import SegmentStream
-from gear_offline.sampling.registry import Selection
-from gear_offline.tables.fields import STATES, Window
-from gear_offline.tables.joint import JointDataset, TableData, data_digest, data_name, parts_of
 
 STATE_FORMAT = 1
 IDENTITY = (  # options that the content of batches depends on
@@ -85,7 +91,7 @@ class GearLoader(Closing, Iterator[Batch]):
     padding
         Side on which windows that reach beyond their episode's end are filled up with zeros.
     gamma, returns_scale, normalize_states, extra_columns
-        As `gear_offline.tables.table.TableOptions`.
+        As `gear_offline.batches.tables.table.TableOptions`.
     observations
         Columns that make up a state, frames and vectors; of several ``batch.states`` is a mapping
         of their names.  Vectors are normalised, frames are not.

@@ -10,26 +10,26 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from gear_offline.config.problems import no_data, option_text
-from gear_offline.config.recipe import Recipe
-from gear_offline.config.sections import LoaderSettings, SelectionSettings
-from gear_offline.core.hub import is_there
-from gear_offline.core.text import plain, say
-from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.distributed.world import World, joined_world
-from gear_offline.errors import InputError, UnavailableError
-from gear_offline.sampling import (
+from gear_offline.batches.sampling import (
     PartWeights,
     Sampler,
     TaskPart,
     mix_tasks,
     parse_strategy,
 )
-from gear_offline.sampling.items import Items
-from gear_offline.sampling.registry import Selection, check_repeats, sampler_for
-from gear_offline.tables.fields import standard_fields
-from gear_offline.tables.joint import JointDataset, Part, TableData, join_datasets
-from gear_offline.tables.table import TableOptions
+from gear_offline.batches.sampling.items import Items
+from gear_offline.batches.sampling.registry import Selection, check_repeats, sampler_for
+from gear_offline.batches.tables.fields import standard_fields
+from gear_offline.batches.tables.joint import JointDataset, Part, TableData, join_datasets
+from gear_offline.batches.tables.table import TableOptions
+from gear_offline.config.problems import no_data, option_text
+from gear_offline.config.recipe import Recipe
+from gear_offline.config.sections import LoaderSettings, SelectionSettings
+from gear_offline.core.hub import is_there
+from gear_offline.core.text import plain, say
+from gear_offline.data.dataset.dataset import Dataset, open_dataset
+from gear_offline.distributed.world import World, joined_world
+from gear_offline.errors import InputError, UnavailableError
 
 
 class LoaderOptions(LoaderSettings):

@@ -13,6 +13,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from gear_offline.batches.sampling.draws import SegmentStream
+from gear_offline.batches.tables.fields import EXTRA
+from gear_offline.batches.tables.joint import TableData
+from gear_offline.batches.tables.shared import (
+    PLACED,
+    Handle,
+    get_table,
+    is_known,
+    share_table,
+    table_key,
+)
+from gear_offline.batches.tables.table import Table, build_table, table_bytes
 from gear_offline.core.system import RESERVE_BYTES, available_bytes
 from gear_offline.core.text import say, size_text
 from gear_offline.core.types import BoolArray
@@ -26,15 +38,10 @@ from gear_offline.kernels.gather_gpu import GpuGather
 from gear_offline.loaders.goals import GoalSampler, with_goals
 from gear_offline.loaders.options import LoaderOptions
 from gear_offline.loaders.segments import LocalSegments, Ring, ShardedSegments
-from gear_offline.sampling.draws import SegmentStream
-from gear_offline.tables.fields import EXTRA
-from gear_offline.tables.joint import TableData
-from gear_offline.tables.shared import PLACED, Handle, get_table, is_known, share_table, table_key
-from gear_offline.tables.table import Table, build_table, table_bytes
 
 if TYPE_CHECKING:
-    from gear_offline.tables.disk import DiskGather
-    from gear_offline.tables.placement import PlacedTable
+    from gear_offline.batches.tables.disk import DiskGather
+    from gear_offline.batches.tables.placement import PlacedTable
 
 
 class Limits(NamedTuple):
@@ -207,7 +214,7 @@ class RowOpener:
         return reason
 
     def _open_disk(self, reason: str) -> DiskRows:
-        from gear_offline.tables.disk import DiskGather
+        from gear_offline.batches.tables.disk import DiskGather
 
         options, budget, pin = self.options, self.options.host_budget, self.device.type == "cuda"
         if budget is None:
@@ -343,8 +350,8 @@ class RowOpener:
 
     def _place(self, build: Callable[[], Table], local: BoolArray | None) -> PlacedTable:
         """Place the table; loaders of this process that are alike share its copy on the GPU."""
-        from gear_offline.tables.device import DeviceMemory
-        from gear_offline.tables.placement import Ranks, place_table
+        from gear_offline.batches.tables.device import DeviceMemory
+        from gear_offline.batches.tables.placement import Ranks, place_table
 
         options, world = self.options, self.world
         how, key = (str(self.device), options.placement, options.hbm_budget), ""

@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gear_offline.batches.sampling.draws import SegmentStream
+from gear_offline.batches.tables.table import Table
 from gear_offline.core.types import BoolArray, Int64Array
 from gear_offline.distributed.reads import NodeRows, Reads
 from gear_offline.distributed.sharding import Assigner, NodeShare
@@ -31,8 +33,6 @@ from gear_offline.errors import GearError
 from gear_offline.kernels.draws import Segments
 from gear_offline.kernels.gather import locate_rows, real_steps
 from gear_offline.loaders.options import LoaderOptions
-from gear_offline.sampling.draws import SegmentStream
-from gear_offline.tables.table import Table
 
 if TYPE_CHECKING:
     from gear_offline.kernels.gather_gpu import GpuGather

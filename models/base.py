@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from gear_offline.batches.tables.fields import Scales
 from gear_offline.config.problems import nearest, problem_text
 from gear_offline.config.sections import ModelSettings, OwnModelSettings, option_names
 from gear_offline.core.parts import (
@@ -38,7 +39,6 @@ from gear_offline.models.eight_bit import MULTIPLE, EightBitLinear
 from gear_offline.models.encoders import COLUMN_KEYS, InputColumn, Size, column_facts
 from gear_offline.models.kinds import MODELS as MODELS
 from gear_offline.models.loss import Padding, TrainingBatch, mean_loss, step_losses
-from gear_offline.tables.fields import Scales
 
 COMPILERS = ("torch._dynamo", "torch._inductor")  # where errors of torch.compile are
 

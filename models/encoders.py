@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.dataset.schema import channels_last
+from gear_offline.data.dataset.schema import channels_last
 from gear_offline.errors import InputError
 from gear_offline.models.narrow import compute_dtype
 

@@ -20,19 +20,19 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from gear_offline.batches.tables.fields import ObservedColumn, Window
 from gear_offline.config.problems import problem_text
 from gear_offline.core.hub import put
 from gear_offline.core.text import count_text
 from gear_offline.core.torch_state import torch_defaults
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
-from gear_offline.dataset.schema import match_columns
-from gear_offline.dataset.scores import RewardEdit
+from gear_offline.data.dataset.schema import match_columns
+from gear_offline.data.dataset.scores import RewardEdit
 from gear_offline.errors import InputError, given_path
 from gear_offline.kernels.cuda_module import capture_lock, capturing
 from gear_offline.models.base import PlayedWindow, SequenceModel, calling_model, evaluation_mode
 from gear_offline.models.encoders import InputColumn
 from gear_offline.models.policy_folder import CARD, PLACE, PolicyFacts, PolicyFile, write_policy
-from gear_offline.tables.fields import ObservedColumn, Window
 
 Observations = npt.ArrayLike | Mapping[str, npt.ArrayLike]
 

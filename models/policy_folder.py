@@ -19,6 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
+from gear_offline.batches.tables.fields import Window
 from gear_offline.config.sections import EnvironmentOptions, GoalSettings
 from gear_offline.core.files import new_directory, read_regular, write_file
 from gear_offline.core.hub import card
@@ -34,7 +35,6 @@ from gear_offline.models.base import (
 )
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.tensor_file import FileFacts, file_facts, write_tensors
-from gear_offline.tables.fields import Window
 
 CONFIG, MODEL, POLICY, CARD = "config.json", "model.safetensors", "policy.json", "README.md"
 MAX_POLICY_BYTES = 64 << 20

@@ -45,7 +45,7 @@ def draw_picture() -> Iterator[Any]:
     """
     import typer.main
 
-    from gear_offline import plots  # loads matplotlib
+    from gear_offline.core import plots  # loads matplotlib
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(typer.main, "get_command", cache(typer.main.get_command))
@@ -57,7 +57,7 @@ def draw_picture() -> Iterator[Any]:
 @pytest.fixture
 def pictures(draw_picture: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw pictures as users get them."""
-    monkeypatch.setattr("gear_offline.plots.draw", draw_picture)
+    monkeypatch.setattr("gear_offline.core.plots.draw", draw_picture)
 
 
 @pytest.fixture(autouse=True)

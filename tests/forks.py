@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 
-from gear_offline import plots
-from gear_offline.workers import _serve
+from gear_offline.core import plots
+from gear_offline.core.workers import _serve
 from tests.support import ROOT, no_picture
 
 _NEW_NETWORK, _NEW_MOUNTS = 0x40000000, 0x00020000  # CLONE_NEWNET, CLONE_NEWNS
@@ -65,7 +65,7 @@ def run_forked(
 
 
 class ForkedWorker:
-    """What `gear_offline.workers` asks of `subprocess.Popen`: its process is a fork."""
+    """What `gear_offline.core.workers` asks of `subprocess.Popen`: its process is a fork."""
 
     def __init__(self, words: Sequence[str], *, env: dict[str, str], **_: Any) -> None:
         begin_server()
@@ -124,7 +124,7 @@ def _run_on(namespace: str, words: Sequence[str], variables: Mapping[str, str], 
 def fork_workers(patch: pytest.MonkeyPatch) -> None:
     """Begin worker processes as forks."""
     stand_in = SimpleNamespace(Popen=ForkedWorker, DEVNULL=None)
-    patch.setattr("gear_offline.workers.subprocess", stand_in)
+    patch.setattr("gear_offline.core.workers.subprocess", stand_in)
 
 
 def _work(connection: Connection[Any, Any], variables: Mapping[str, str]) -> None:

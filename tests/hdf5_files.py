@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.sources import Source
+from gear_offline.data.sources import Source
 from tests.support import iter_episodes
 
 Columns = dict[str, npt.NDArray[Any]]

@@ -7,7 +7,7 @@ import gymnasium
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.dataset.dataset import Dataset
+from gear_offline.data.dataset.dataset import Dataset
 from tests.support import make_dataset
 
 ENVIRONMENT = "GearOfflineFrames-v0"

@@ -23,11 +23,11 @@ import numpy as np
 import pytest
 import torch
 
+from gear_offline.batches.tables.table import Table
 from gear_offline.kernels import adamw, gather_gpu, priorities
 from gear_offline.kernels.columns import GroupAddresses
 from gear_offline.kernels.cuda_module import structure
 from gear_offline.kernels.gather_gpu import GpuGather
-from gear_offline.tables.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-Wall", "-Werror",

@@ -9,13 +9,13 @@ import pytest
 import xxhash
 
 import gear_offline.distributed.exchange
+from gear_offline.batches.tables.joint import TableData
+from gear_offline.batches.tables.table import build_table
 from gear_offline.distributed.reads import NodeRows, Reads
 from gear_offline.distributed.world import World
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.rows import RowOpener
-from gear_offline.tables.joint import TableData
-from gear_offline.tables.table import build_table
 
 
 class OneProcess:

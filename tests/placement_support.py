@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gear_offline.batches.tables.device import DeviceMemory
+from gear_offline.batches.tables.placement import PlacedTable, Ranks, place_table
+from gear_offline.batches.tables.table import Table, TableOptions, build_table
 from gear_offline.core.types import Array
-from gear_offline.tables.device import DeviceMemory
-from gear_offline.tables.placement import PlacedTable, Ranks, place_table
-from gear_offline.tables.table import Table, TableOptions, build_table
 from tests.segment_oracle import MemoryTable
 
 

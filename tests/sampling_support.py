@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gear_offline.dataset.schema import EpisodeIndex
-from gear_offline.sampling import Facts, Prioritized, Segments
+from gear_offline.batches.sampling import Facts, Prioritized, Segments
+from gear_offline.data.dataset.schema import EpisodeIndex
 
 CONTEXT = 4
 MIXED: list[dict[str, Any]] = [

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.dataset.dataset import Dataset
-from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
+from gear_offline.batches.tables.table import Table, TableOptions, build_table
+from gear_offline.data.dataset.dataset import Dataset
+from gear_offline.data.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.kernels.draws import Segments
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
-from gear_offline.tables.table import Table, TableOptions, build_table
 from tests.support import hopper_columns
 
 Array = npt.NDArray[Any]

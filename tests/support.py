@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from gear_offline.convert.conversion import convert
-from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.dataset.shard import digest
+from gear_offline.data.convert.conversion import convert
+from gear_offline.data.dataset.dataset import Dataset, open_dataset
+from gear_offline.data.dataset.shard import digest
+from gear_offline.data.sources import open_source
+from gear_offline.data.sources.base import Piece, Source, SourceInfo
 from gear_offline.errors import GearError
-from gear_offline.sources import open_source
-from gear_offline.sources.base import Piece, Source, SourceInfo
 
 Columns = Mapping[str, npt.NDArray[Any]]
 Patch = pytest.MonkeyPatch
@@ -113,7 +113,7 @@ def write_hdf5(path: Path, *, episodes: int = 40, length: int = 25, seed: int = 
 
 
 def no_picture(figure: Any, kind: str = "png") -> bytes:
-    """Stand in for `gear_offline.plots.draw`, which takes a third of a second."""
+    """Stand in for `gear_offline.core.plots.draw`, which takes a third of a second."""
     return b"\x89PNG" if kind == "png" else b"<svg/>"
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from gear_offline.batches.tables.joint import JointDataset, Part, join_datasets
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.dataset.dataset import Dataset
+from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.runs.data import prepare_dataset
 from gear_offline.runs.resolve import resolve
-from gear_offline.tables.joint import JointDataset, Part, join_datasets
 from gear_offline.training.learner import Learner
 from tests.support import hopper_columns, make_dataset
 

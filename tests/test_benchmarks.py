@@ -23,7 +23,7 @@ from benchmarks.parity import (
     table,
 )
 from gear_offline.core import system
-from gear_offline.dataset.dataset import Dataset
+from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.loaders.loader import GearLoader
 from tests.support import make_dataset
 

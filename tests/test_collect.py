@@ -12,14 +12,14 @@ import h5py
 import numpy as np
 import pytest
 
-from gear_offline.collect.collection import collect
 from gear_offline.config.recipe import load_recipe
-from gear_offline.convert.conversion import convert
-from gear_offline.dataset.dataset import open_dataset
-from gear_offline.export import _Output
+from gear_offline.data.convert.conversion import convert
+from gear_offline.data.dataset.dataset import open_dataset
+from gear_offline.data.export import _Output
+from gear_offline.data.sources import open_source
+from gear_offline.evaluation.collect.collection import collect
 from gear_offline.runs.data import prepare_one
 from gear_offline.runs.loop import train_run
-from gear_offline.sources import open_source
 from tests.collect_environments import CLOCK, COUNTER, LIMIT, PUSH, length_of
 from tests.image_support import ENVIRONMENT, SIZE, BandEnvironment, register_environment
 from tests.image_support import STEP_LIMIT as FRAMES
@@ -210,7 +210,7 @@ def test_nothing_is_printed_when_quiet(tmp_path: Path, capfd: Captured) -> None:
 
 def test_frames_are_recorded_once_in_chunks_of_rows(tmp_path: Path, monkeypatch: Patch) -> None:
     register_environment()
-    monkeypatch.setattr("gear_offline.export.CHUNK_BYTES", 5 * SIZE * SIZE)
+    monkeypatch.setattr("gear_offline.data.export.CHUNK_BYTES", 5 * SIZE * SIZE)
     report = collect(ENVIRONMENT, tmp_path / "a.hdf5", steps=30, **QUIET)
     with h5py.File(tmp_path / "a.hdf5") as file:
         frames = file["observations"]
@@ -267,7 +267,7 @@ def test_a_library_trains_a_policy_on_the_spot(tmp_path: Path, monkeypatch: Patc
 
 def test_a_script_needs_no_guard_for_processes(tmp_path: Path) -> None:
     script = (
-        "import sys; from gear_offline.collect.collection import collect\n"
+        "import sys; from gear_offline.evaluation.collect.collection import collect\n"
         "print(collect('CartPole-v1', sys.argv[1], steps=50, processes=2, quiet=True).steps)"
     )
     (tmp_path / "script.py").write_text(script)

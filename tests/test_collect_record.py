@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.collect.ars import ArsOptions, RunningMoments, Training, train, update
-from gear_offline.collect.policies import LinearPolicy, RandomPolicy
-from gear_offline.collect.record import (
+from gear_offline.evaluation.collect.ars import ArsOptions, RunningMoments, Training, train, update
+from gear_offline.evaluation.collect.policies import LinearPolicy, RandomPolicy
+from gear_offline.evaluation.collect.record import (
     EVALUATE,
     Crew,
     Episode,

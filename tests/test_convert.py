@@ -13,11 +13,11 @@ import pytest
 import scipy.io
 
 from gear_offline.cli.main import main
-from gear_offline.convert.conversion import convert
-from gear_offline.dataset.dataset import open_dataset
-from gear_offline.dataset.manifest import Manifest
-from gear_offline.sources import open_source
-from gear_offline.sources.input_files import InputFile
+from gear_offline.data.convert.conversion import convert
+from gear_offline.data.dataset.dataset import open_dataset
+from gear_offline.data.dataset.manifest import Manifest
+from gear_offline.data.sources import open_source
+from gear_offline.data.sources.input_files import InputFile
 from tests.support import (
     ArraySource,
     contents,
@@ -156,7 +156,7 @@ DIES = """
 import os, signal, sys, threading, time
 import psutil
 from pathlib import Path
-from gear_offline.convert.conversion import convert
+from gear_offline.data.convert.conversion import convert
 from gear_offline.errors import GearError
 def kill():
     while not list(Path(sys.argv[2]).parent.rglob("shard-*")):  # a worker is at work
@@ -208,7 +208,7 @@ def test_ctrl_c_while_a_compressed_file_is_read_stops(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys, threading\n"
         "from gear_offline.__main__ import main\n"
-        "from gear_offline.convert import shards as job\n"
+        "from gear_offline.data.convert import shards as job\n"
         "before, calls = job._read_rows, []\n"
         "def slow(*a):\n"
         "    calls.append(1)\n"

@@ -17,14 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-import gear_offline.dataset.dataset
-from gear_offline.convert.conversion import convert
-from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.dataset.inspect import inspect
-from gear_offline.dataset.shard import EPISODE_COLUMNS
+import gear_offline.data.dataset.dataset
+from gear_offline.data.convert.conversion import convert
+from gear_offline.data.dataset.dataset import Dataset, open_dataset
+from gear_offline.data.dataset.inspect import inspect
+from gear_offline.data.dataset.shard import EPISODE_COLUMNS
+from gear_offline.data.sources import open_source
 from gear_offline.errors import InputError
 from gear_offline.runs.evaluate import evaluate
-from gear_offline.sources import open_source
 from gear_offline.training.trained import load_policy
 from tests.fixtures.make_v1 import fixture_columns, make
 from tests.support import ArraySource, failing_code, hopper_columns, make_dataset
@@ -224,7 +224,7 @@ def test_episodes_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         )
 
     for run_bytes in (1, 200, 1 << 20):
-        monkeypatch.setattr(gear_offline.dataset.dataset, "RUN_BYTES", run_bytes)
+        monkeypatch.setattr(gear_offline.data.dataset.dataset, "RUN_BYTES", run_bytes)
         assert len(dataset) == 5 and len(list(dataset)) == 5
         assert all(same(found, n, list(whole)) for n, found in enumerate(dataset))
         assert same(dataset[-1], 4, list(whole)) and same(dataset[np.int64(2)], 2, list(whole))

@@ -17,12 +17,12 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.batches.tables import disk, window_reader
+from gear_offline.data.dataset.dataset import Dataset, open_dataset
 from gear_offline.errors import GearError, InputError
 from gear_offline.loaders import rows as rows_module
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.rows import DiskRows, MemoryRows
-from gear_offline.tables import disk, window_reader
 from tests.forks import run_forked
 from tests.support import Captured, Patch, failing_code, hopper_columns, make_dataset
 from tests.test_gather import random_column

@@ -19,11 +19,11 @@ import typer
 
 import gear_offline
 from benchmarks.common import names as benchmark_names
+from gear_offline.batches.sampling.registry import _STRATEGIES
 from gear_offline.cli.main import app
 from gear_offline.config.files import recipe_paths
 from gear_offline.config.recipe import load_recipe
-from gear_offline.convert.conversion import convert
-from gear_offline.sampling.registry import _STRATEGIES
+from gear_offline.data.convert.conversion import convert
 from tests.support import ROOT, ArraySource, Patch, hopper_columns
 from tests.training_support import FakePool
 

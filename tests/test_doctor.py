@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gear_offline import doctor
-from gear_offline.doctor import (
+from gear_offline.analysis import doctor
+from gear_offline.analysis.doctor import (
     CORE_PACKAGES,
     OPTIONAL_PACKAGES,
     PROBES,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.dataset.dataset import Dataset
+from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import probe
 from gear_offline.evaluation.play import check_sizes

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from gymnasium.envs.registration import EnvSpec
 
-from gear_offline.collect.collection import collect
 from gear_offline.core import parts
-from gear_offline.dataset.dataset import open_dataset
+from gear_offline.data.dataset.dataset import open_dataset
+from gear_offline.data.sources import open_source
 from gear_offline.errors import InputError, UnavailableError
+from gear_offline.evaluation.collect.collection import collect
 from gear_offline.evaluation.environments import (
     describe,
     is_atari,
@@ -29,7 +30,6 @@ from gear_offline.evaluation.rollout import Environments
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.loop import train_run
 from gear_offline.runs.resolve import resolve
-from gear_offline.sources import open_source
 from tests.evaluation_support import Constant, Given, play_episodes
 from tests.support import Captured, Patch, failing_code, make_dataset, one_error
 from tests.training_support import TinyEnvironment, tiny_recipe

@@ -12,7 +12,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from gear_offline.dataset.scores import (
+from gear_offline.data.dataset.scores import (
     ReferenceScores,
     dataset_file,
     dataset_names,

@@ -22,8 +22,8 @@ from examples.hf_trainer import (
     training_arguments,
 )
 from examples.td_learning import Greedy, Learner, main, stream, transitions
-from gear_offline.convert.conversion import convert
-from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.data.convert.conversion import convert
+from gear_offline.data.dataset.dataset import Dataset, open_dataset
 from gear_offline.distributed.world import joined_world
 from gear_offline.loaders.loader import GearLoader
 from tests.ranks_support import launch

@@ -8,11 +8,11 @@ import h5py
 import numpy as np
 import pytest
 
-import gear_offline.export
-from gear_offline.convert.conversion import convert
-from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.export import export_hdf5
-from gear_offline.sources import from_arrays, from_episodes, open_source, pick_episodes
+import gear_offline.data.export
+from gear_offline.data.convert.conversion import convert
+from gear_offline.data.dataset.dataset import Dataset, open_dataset
+from gear_offline.data.export import export_hdf5
+from gear_offline.data.sources import from_arrays, from_episodes, open_source, pick_episodes
 from tests.hdf5_files import write
 from tests.support import ArraySource, Captured, Patch, hopper_columns, one_error
 
@@ -35,7 +35,7 @@ def dataset(tmp_path: Path) -> Dataset:
 def test_a_round_trip_keeps_bytes_and_episodes(
     dataset: Dataset, tmp_path: Path, monkeypatch: Patch, piece_bytes: int
 ) -> None:
-    monkeypatch.setattr(gear_offline.export, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(gear_offline.data.export, "PIECE_BYTES", piece_bytes)
     path = export_hdf5(dataset, tmp_path / "x.hdf5", quiet=True)
     last = np.cumsum(LENGTHS) - 1
     with h5py.File(path) as file:
@@ -108,7 +108,7 @@ def test_truncated_episodes_stay_truncated(tmp_path: Path, name: str, again: str
 def test_episodes_survive_terminals_inside_them(
     tmp_path: Path, monkeypatch: Patch, piece_bytes: int
 ) -> None:
-    monkeypatch.setattr(gear_offline.export, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(gear_offline.data.export, "PIECE_BYTES", piece_bytes)
     columns = hopper_columns(3003, state_dim=29, action_dim=8)
     del columns["timeouts"]
     columns["terminals"][:] = np.isin(np.arange(3003), [990, 1000, 2500])

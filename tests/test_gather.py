@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.dataset.schema import EpisodeIndex
+from gear_offline.batches.tables.table import Table, TableOptions, build_table
+from gear_offline.data.dataset.schema import EpisodeIndex
 from gear_offline.kernels.columns import ColumnGroup, Field
 from gear_offline.kernels.draws import Segments
 from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.kernels.gather_gpu import StaticFill
-from gear_offline.tables.table import Table, TableOptions, build_table
 from tests.gpu_support import NEEDS_CUPY, ON_GPU
 from tests.image_support import image_columns
 from tests.kernels_on_cpu import gpu_gather, on_cpu

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gear_offline.config.recipe import load_recipe
-from gear_offline.dataset.dataset import open_dataset
+from gear_offline.data.dataset.dataset import open_dataset
 from gear_offline.distributed.world import World, open_world, rank_device
 from gear_offline.loaders.batch import Batch
 from gear_offline.models.base import ModelSizes

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gear_offline.config.recipe import load_recipe
-from gear_offline.dataset.dataset import open_dataset
+from gear_offline.data.dataset.dataset import open_dataset
 from gear_offline.kernels.relu_linear import relu_linear
 from gear_offline.loaders import static_batch
 from gear_offline.models.base import ModelSizes

@@ -20,9 +20,9 @@ import xxhash
 from safetensors.numpy import save
 
 import gear_offline as go
-import gear_offline.dataset.dataset
+import gear_offline.data.dataset.dataset
 from gear_offline.config.recipe import Recipe
-from gear_offline.dataset.growing import GrowingDataset
+from gear_offline.data.dataset.growing import GrowingDataset
 from gear_offline.errors import GearError, InputError
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.training.json_lines import read_records
@@ -130,14 +130,14 @@ def test_a_grown_dataset_is_the_one_of_all_its_episodes(path: Path, tmp_path: Pa
 def test_rows_on_disk_are_compared_once_and_then_the_new_ones_alone(
     path: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    compared, stream = list[str](), gear_offline.dataset.dataset._stream
+    compared, stream = list[str](), gear_offline.data.dataset.dataset._stream
 
     def counted(handle: Any, place: Path, *words: Any) -> Any:
         if place == path and words[2].name == "observations":  # too wide to be kept in memory
             compared.append(words[1].name)
         return stream(handle, place, *words)
 
-    monkeypatch.setattr(gear_offline.dataset.dataset, "_stream", counted)
+    monkeypatch.setattr(gear_offline.data.dataset.dataset, "_stream", counted)
     recipe = recipe_of(path, "loader.placement=disk", "train.checkpoint_every=4")
     assert go.train(recipe, out=tmp_path / "run", callbacks=[Actor(path)], quiet=True).steps == 20
     names = [shard.name for shard in go.open_dataset(path, verify=False).manifest.shards]
@@ -290,7 +290,7 @@ def test_a_learner_without_actors_says_what_it_waits_for(
 def test_actors_and_sweeps_are_refused(
     whole: Path, path: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(import_module("gear_offline.collect.act"), "WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(import_module("gear_offline.evaluation.collect.act"), "WAIT_SECONDS", 0.1)
     refused: list[tuple[dict[str, Any], str]] = [
         *(({"actors": 0}, "actors=0"), ({"episodes": 0}, "episodes=0")),
         *(({}, "do not grow"), ({"run": "nowhere"}, "no such run")),

@@ -21,7 +21,7 @@ import torch
 from transformers import DecisionTransformerConfig
 
 import gear_offline as go
-from gear_offline.dataset.dataset import Dataset
+from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.hugging_face import to_released

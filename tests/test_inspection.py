@@ -10,10 +10,10 @@ import pytest
 
 import gear_offline as go
 from gear_offline.cli.main import main
-from gear_offline.convert.conversion import convert
-from gear_offline.dataset.inspect import inspect, print_inspection, summary
-from gear_offline.dataset.manifest import Manifest
-from gear_offline.progress import Terminal
+from gear_offline.core.progress import Terminal
+from gear_offline.data.convert.conversion import convert
+from gear_offline.data.dataset.inspect import inspect, print_inspection, summary
+from gear_offline.data.dataset.manifest import Manifest
 from tests.support import ArraySource, hopper_columns, make_dataset, one_error
 
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gear_offline.batches.sampling import CumulativeWeights, make_sampler
+from gear_offline.batches.sampling.items import Items
 from gear_offline.config.recipe import load_recipe
 from gear_offline.config.sections import DataSettings
-from gear_offline.sampling import CumulativeWeights, make_sampler
-from gear_offline.sampling.items import Items
 from tests.sampling_support import CASES, CONTEXT, IDS, facts, p_value
 from tests.support import one_error
 from tests.test_sampling import LENGTHS, same

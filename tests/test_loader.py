@@ -25,14 +25,14 @@ from torch.distributed.utils import _apply_to_tensors
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import BatchEncoding, Trainer, TrainingArguments
 
-from gear_offline.dataset.dataset import Dataset
+from gear_offline.batches.sampling import make_sampler
+from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.errors import InputError
 from gear_offline.loaders import rows as module
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.feedback import LossFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.decision_transformer import build_model
-from gear_offline.sampling import make_sampler
 from tests.image_support import image_columns
 from tests.one_process import open_ranks
 from tests.sampling_support import CASES, CONTEXT, IDS, facts, keys

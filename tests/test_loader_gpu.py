@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from gear_offline.dataset.schema import EpisodeIndex
-from gear_offline.errors import UnavailableError
-from gear_offline.kernels.gather import Padding
-from gear_offline.kernels.gather_gpu import GpuGather
-from gear_offline.loaders import static_batch
-from gear_offline.loaders.feedback import DeviceFeedback, LossFeedback
-from gear_offline.loaders.loader import GearLoader
-from gear_offline.sampling import (
+from gear_offline.batches.sampling import (
     CumulativeWeights,
     PartWeights,
     Sampler,
@@ -24,8 +17,15 @@ from gear_offline.sampling import (
     make_sampler,
     mix_tasks,
 )
-from gear_offline.tables.shared import is_known
-from gear_offline.tables.table import TableOptions
+from gear_offline.batches.tables.shared import is_known
+from gear_offline.batches.tables.table import TableOptions
+from gear_offline.data.dataset.schema import EpisodeIndex
+from gear_offline.errors import UnavailableError
+from gear_offline.kernels.gather import Padding
+from gear_offline.kernels.gather_gpu import GpuGather
+from gear_offline.loaders import static_batch
+from gear_offline.loaders.feedback import DeviceFeedback, LossFeedback
+from gear_offline.loaders.loader import GearLoader
 from tests.gpu_support import NEEDS_CUPY, ON_GPU, capture, same, take
 from tests.image_support import image_columns
 from tests.one_process import open_ranks

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
+from gear_offline.analysis.planning.workload import make_workload
 from gear_offline.analysis.strategies import compare_strategies
+from gear_offline.batches.tables.joint import JointDataset
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.errors import GearError
 from gear_offline.loaders.options import recipe_sampler
-from gear_offline.planning.workload import make_workload
 from gear_offline.runs.data import prepare_dataset
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.loop import train_run
 from gear_offline.runs.resolve import resolve
-from gear_offline.tables.joint import JointDataset
 from gear_offline.training.checkpoint import chosen_checkpoint
 from gear_offline.training.json_lines import read_records
 from gear_offline.training.trained import TrainedModel, load_policy, trained_model

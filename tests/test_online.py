@@ -10,9 +10,9 @@ from torch import distributions as D
 from torch import nn
 
 import gear_offline as go
-from gear_offline.collect.record import stream
 from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
+from gear_offline.evaluation.collect.record import stream
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.models.gaussian import Gaussian, gaussian_losses
 from gear_offline.models.hugging_face import to_released

@@ -534,7 +534,7 @@ def test_models_of_goals_are_shown_no_returns(own: Path) -> None:
 
 def test_a_strategy_that_fails_while_it_draws_is_told_with_its_line(own: Path) -> None:
     (own / "late.py").write_text("""
-from gear_offline.sampling import HostFunction
+from gear_offline.batches.sampling import HostFunction
 
 def late(facts):
     def sample(seed, first_step, steps, count):
@@ -565,7 +565,7 @@ def test_a_strategy_that_does_not_repeat_itself_is_refused(
 ) -> None:
     (own / "odd.py").write_text(f"""
 import numpy as np
-from gear_offline.sampling import HostFunction, Segments
+from gear_offline.batches.sampling import HostFunction, Segments
 
 def odd(facts):
     def sample(seed, first_step, steps, count):

@@ -99,15 +99,15 @@ def test_every_public_name_resolves_and_dir_lists_no_other() -> None:
         _ = gear_offline.nothing_like_this  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("before", ["", "import gear_offline.convert.shards", "go.convert"])
+@pytest.mark.parametrize("before", ["", "import gear_offline.data.convert.shards", "go.convert"])
 def test_a_function_may_have_the_name_of_its_package(before: str) -> None:
     code = f"import gear_offline as go, pickle\n{before}\n"
-    code += "from gear_offline.convert import shards\nfrom gear_offline import convert\n"
+    code += "from gear_offline.data.convert import shards\nfrom gear_offline import convert\n"
     code += "assert pickle.loads(pickle.dumps(go.convert)) is convert is go.convert\n"
     code += "try: convert('nothing.hdf5', 'out')\n"
     code += "except go.InputError as error: print(error.code, shards.__name__)"
     done = run_python("-c", code)
-    assert done.stdout == "SOURCE_READ gear_offline.convert.shards\n", done.stderr
+    assert done.stdout == "SOURCE_READ gear_offline.data.convert.shards\n", done.stderr
 
 
 @pytest.mark.slow
@@ -127,5 +127,5 @@ def test_an_editable_install_is_seen_by_type_checkers(tmp_path: Path) -> None:
     options = f"--follow-imports=silent --ignore-missing-imports --cache-dir {tmp_path} "
     options += f"--python-executable {venv}/bin/python {user}"
     done = run_python("-m", "mypy", *options.split(), cwd=tmp_path, variables={"PYTHONPATH": ""})
-    assert 'Revealed type is "gear_offline.dataset.manifest.Manifest"' in done.stdout
+    assert 'Revealed type is "gear_offline.data.dataset.manifest.Manifest"' in done.stdout
     assert 'Argument "batch_size" to "GearLoader" has incompatible type "str"' in done.stdout

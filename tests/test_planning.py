@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from gear_offline.analysis.planning.compute import model_size, step_cost
+from gear_offline.analysis.planning.hardware import HARDWARE, Cluster, load_hardware
+from gear_offline.analysis.planning.plan import crossing_share, lay_out, plan
+from gear_offline.analysis.planning.workload import make_workload
 from gear_offline.cli.main import app
 from gear_offline.config.recipe import load_recipe
 from gear_offline.distributed.sharding import Assigner
 from gear_offline.errors import InputError
 from gear_offline.models.base import ModelSizes
-from gear_offline.planning.compute import model_size, step_cost
-from gear_offline.planning.hardware import HARDWARE, Cluster, load_hardware
-from gear_offline.planning.plan import crossing_share, lay_out, plan
-from gear_offline.planning.workload import make_workload
 from tests.support import failing_code
 from tests.task_support import make_learner
 from tests.training_support import EPISODE_LENGTHS, tiny_data, tiny_recipe

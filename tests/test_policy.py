@@ -23,7 +23,7 @@ import gear_offline as go
 from gear_offline import export_policy
 from gear_offline.cli.main import main
 from gear_offline.core.torch_state import torch_threads
-from gear_offline.dataset.scores import RewardEdit
+from gear_offline.data.dataset.scores import RewardEdit
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.hugging_face import to_released

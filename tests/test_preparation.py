@@ -16,16 +16,16 @@ import pytest
 
 from gear_offline.config.files import recipe_paths
 from gear_offline.config.recipe import load_recipe
-from gear_offline.convert.conversion import convert
 from gear_offline.core import files
-from gear_offline.dataset.dataset import open_dataset
-from gear_offline.dataset.scores import ReferenceScores
+from gear_offline.data.convert.conversion import convert
+from gear_offline.data.dataset.dataset import open_dataset
+from gear_offline.data.dataset.scores import ReferenceScores
+from gear_offline.data.sources import from_arrays
+from gear_offline.data.sources.input_files import InputFile
 from gear_offline.errors import InputError
 from gear_offline.runs.data import prepare_dataset, prepare_one
 from gear_offline.runs.loop import train_run
 from gear_offline.runs.resolve import resolve
-from gear_offline.sources import from_arrays
-from gear_offline.sources.input_files import InputFile
 from gear_offline.training.json_lines import read_records
 from gear_offline.training.trained import load_policy
 from tests.support import (

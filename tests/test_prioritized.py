@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gear_offline.batches.sampling import Prioritized
 from gear_offline.kernels.draws import draws
-from gear_offline.sampling import Prioritized
 from tests.kernels_on_cpu import on_cpu
 from tests.sampling_support import prioritized
 from tests.support import one_error

@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from gear_offline.core.interruption import Aborted, StopRequest
-from gear_offline.progress import Progress
+from gear_offline.core.progress import Progress
 from tests.support import Captured, Patch
 
 
@@ -40,7 +40,7 @@ def test_in_a_file_lines_come_now_and_then(capfd: Captured) -> None:
 @pytest.fixture
 def clock(monkeypatch: Patch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr("gear_offline.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("gear_offline.core.progress.time.monotonic", lambda: now[0])
     return now
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from gear_offline.convert.conversion import convert
+from gear_offline.core.workers import RayPool
+from gear_offline.data.convert.conversion import convert
 from gear_offline.errors import GearError
 from gear_offline.sweep.results import steps_done
 from gear_offline.sweep.run import sweep
 from gear_offline.sweep.trials import SweepDirectory
-from gear_offline.workers import RayPool
 from tests.support import contents, one_error, write_hdf5
 from tests.test_sweep import table_of, wait_for
 from tests.training_support import learnt, tiny_recipe
@@ -82,7 +82,7 @@ def test_every_node_has_to_see_the_folder(
         assert list(tmp_path.iterdir()) == []
         with one_error("SYSTEM", "does not see"):
             pool.check(tmp_path / "nowhere")
-        monkeypatch.setattr("gear_offline.workers.__version__", "0.0.1")
+        monkeypatch.setattr("gear_offline.core.workers.__version__", "0.0.1")
         with one_error("SYSTEM", "does not see"):
             pool.check(tmp_path)
 

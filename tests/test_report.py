@@ -19,12 +19,12 @@ from matplotlib import rc_context
 from PIL import Image
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.convert.conversion import convert
+from gear_offline.core.plots import draw_mean, from_zero, label, legend, new_figure, titles
+from gear_offline.core.progress import Terminal, print_table
 from gear_offline.core.text import markdown, printable, told_apart
-from gear_offline.plots import draw_mean, from_zero, label, legend, new_figure, titles
-from gear_offline.progress import Terminal, print_table
+from gear_offline.data.convert.conversion import convert
+from gear_offline.data.sources import from_arrays
 from gear_offline.runs.report import write_report
-from gear_offline.sources import from_arrays
 from tests.support import failing_code, one_error
 
 BLUE = "#0072B2"

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from gear_offline.collect.collection import collect
+from gear_offline.batches.tables.fields import ObservedColumn
 from gear_offline.errors import GearError
 from gear_offline.evaluation import environments
+from gear_offline.evaluation.collect.collection import collect
 from gear_offline.evaluation.environments import probe
 from gear_offline.evaluation.play import EvaluationTask, evaluate_tasks
 from gear_offline.evaluation.rollout import ActingPolicy, Environments, Episodes
@@ -24,7 +25,6 @@ from gear_offline.kernels.cuda_module import capturing
 from gear_offline.models.decision_transformer import build_model
 from gear_offline.models.encoders import InputColumn
 from gear_offline.models.policy import Policy
-from gear_offline.tables.fields import ObservedColumn
 from tests.evaluation_support import Constant, Remembering, play_episodes
 from tests.gpu_support import ON_GPU
 from tests.model_support import make

@@ -14,8 +14,8 @@ import gear_offline
 import gear_offline as go
 from gear_offline.cli.main import main
 from gear_offline.config.recipe import load_recipe
-from gear_offline.convert.conversion import convert
 from gear_offline.core.files import _say_no_locks
+from gear_offline.data.convert.conversion import convert
 from gear_offline.errors import InputError
 from gear_offline.runs.directory import RunDirectory
 from gear_offline.runs.loop import train_run

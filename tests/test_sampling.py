@@ -12,9 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.dataset.schema import EpisodeIndex
-from gear_offline.errors import InputError
-from gear_offline.sampling import (
+from gear_offline.batches.sampling import (
     Facts,
     HostFunction,
     PartWeights,
@@ -28,6 +26,8 @@ from gear_offline.sampling import (
     strategy,
     strategy_names,
 )
+from gear_offline.data.dataset.schema import EpisodeIndex
+from gear_offline.errors import InputError
 from tests.sampling_support import CASES, CONTEXT, IDS, MIXED, Key, exact_law, facts, keys, p_value
 from tests.support import failing_code, one_error
 

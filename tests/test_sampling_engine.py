@@ -11,6 +11,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from gear_offline.batches.sampling import make_sampler
+from gear_offline.batches.tables.table import Table
 from gear_offline.errors import GearError, InputError
 from gear_offline.kernels.draws import bound_draws, draws
 from gear_offline.kernels.gather import Padding
@@ -19,8 +21,6 @@ from gear_offline.loaders.feedback import DeviceFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.static_batch import StaticBatch
 from gear_offline.models.loss import segment_losses, step_losses
-from gear_offline.sampling import make_sampler
-from gear_offline.tables.table import Table
 from tests.gpu_support import NEEDS_CUPY, ON_GPU
 from tests.kernels_on_cpu import gpu_gather, on_cpu
 from tests.model_support import action_loss

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.dataset.dataset import Dataset
+from gear_offline.batches.sampling import make_sampler
+from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.distributed.sharding import Assigner, share_shards
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, InputError
@@ -19,7 +20,6 @@ from gear_offline.loaders import rows
 from gear_offline.loaders.feedback import LossFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.static_batch import SegmentWriter, StaticBatch
-from gear_offline.sampling import make_sampler
 from tests.image_support import image_columns
 from tests.kernels_on_cpu import gpu_gather, on_cpu
 from tests.one_process import OneProcess, global_digest, open_ranks, row_digests

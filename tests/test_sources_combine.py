@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.convert.conversion import convert
-from gear_offline.dataset.dataset import open_dataset
-from gear_offline.errors import InputError
-from gear_offline.loaders.loader import GearLoader
-from gear_offline.sources import (
+from gear_offline.data.convert.conversion import convert
+from gear_offline.data.dataset.dataset import open_dataset
+from gear_offline.data.sources import (
     from_arrays,
     from_episodes,
     join_sources,
     open_source,
     pick_episodes,
 )
+from gear_offline.errors import InputError
+from gear_offline.loaders.loader import GearLoader
 from tests.hdf5_files import table, write
 from tests.support import ArraySource, hopper_columns, iter_episodes, refused
 

@@ -22,10 +22,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from gear_offline.cli.main import main
-from gear_offline.convert.conversion import convert
-from gear_offline.dataset.dataset import open_dataset
+from gear_offline.data.convert.conversion import convert
+from gear_offline.data.dataset.dataset import open_dataset
+from gear_offline.data.sources import Source, from_arrays, from_episodes, open_source
 from gear_offline.errors import GearError
-from gear_offline.sources import Source, from_arrays, from_episodes, open_source
 from tests import test_sources_dqn_replay as dqn
 from tests import test_sources_robomimic as robomimic
 from tests.fixtures import make_lerobot as lerobot

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.convert.conversion import convert
+from gear_offline.data.convert.conversion import convert
+from gear_offline.data.sources import Source, d4rl, from_arrays, open_source
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.sources import Source, d4rl, from_arrays, open_source
 from tests.hdf5_files import Columns, assert_same, naive_episodes, table, write
 from tests.support import Patch, one_error
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gear_offline.convert.conversion import convert
 from gear_offline.core.types import Array
-from gear_offline.sources import open_source
+from gear_offline.data.convert.conversion import convert
+from gear_offline.data.sources import open_source
 from tests.support import refused
 
 CAPACITY = 100

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 import gear_offline as go
 from gear_offline.cli.main import main
-from gear_offline.convert.append import Appender
-from gear_offline.convert.conversion import convert
-from gear_offline.dataset.dataset import open_dataset
+from gear_offline.data.convert.append import Appender
+from gear_offline.data.convert.conversion import convert
+from gear_offline.data.dataset.dataset import open_dataset
+from gear_offline.data.sources import edit, from_arrays, from_episodes, open_source
 from gear_offline.errors import InputError
-from gear_offline.sources import edit, from_arrays, from_episodes, open_source
 from tests.hdf5_files import write
 from tests.support import ArraySource, hopper_columns, one_error
 

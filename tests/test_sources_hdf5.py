@@ -14,10 +14,10 @@ from h5py import h5d, h5p, h5s, h5t, h5z
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.convert.conversion import convert
-from gear_offline.sources import open_source
-from gear_offline.sources.base import Source
-from gear_offline.sources.flags import PAIRS
+from gear_offline.data.convert.conversion import convert
+from gear_offline.data.sources import open_source
+from gear_offline.data.sources.base import Source
+from gear_offline.data.sources.flags import PAIRS
 from tests.hdf5_files import Columns, assert_same, naive_episodes, table, write
 from tests.support import one_error, refused
 

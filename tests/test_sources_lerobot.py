@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gear_offline.convert.conversion import convert
-from gear_offline.dataset.dataset import open_dataset
-from gear_offline.sources import open_source
+from gear_offline.data.convert.conversion import convert
+from gear_offline.data.dataset.dataset import open_dataset
+from gear_offline.data.sources import open_source
 from tests.fixtures.make_lerobot import recorded
 from tests.support import refused
 

@@ -14,13 +14,13 @@ import pyarrow as pa
 import pytest
 from gymnasium import spaces
 
-from gear_offline.convert.conversion import convert
-from gear_offline.dataset.dataset import open_dataset
+from gear_offline.data.convert.conversion import convert
+from gear_offline.data.dataset.dataset import open_dataset
+from gear_offline.data.export import export_hdf5
+from gear_offline.data.sources import open_source
 from gear_offline.errors import GearError
 from gear_offline.evaluation.play import evaluate_tasks, tasks_of
-from gear_offline.export import export_hdf5
 from gear_offline.runs.resolve import resolve
-from gear_offline.sources import open_source
 from tests.evaluation_support import Constant
 from tests.support import iter_episodes, one_error, refused
 from tests.training_support import tiny_recipe
@@ -197,7 +197,7 @@ def test_nested_infos_and_names_alike(
             for name, of in (("a_b", "a_b"), ("a_b_2", "a/b")):
                 found = source.read(f"observations/{name}", 0, steps)
                 np.testing.assert_array_equal(found, parts[of][:-1])
-    monkeypatch.setattr("gear_offline.sources.minari.MAX_EPISODE_BYTES", 100)
+    monkeypatch.setattr("gear_offline.data.sources.minari.MAX_EPISODE_BYTES", 100)
     refused("minari:x-v0", "SOURCE_UNSAFE", "an episode of")
 
 
@@ -284,7 +284,7 @@ def test_nothing_that_data_alone_name_is_imported_or_run(
 
 def test_episodes_are_decoded_again_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     create("x-v0", episodes := plain_episodes(40))
-    monkeypatch.setattr("gear_offline.sources.minari.KEPT_BYTES", 1000)
+    monkeypatch.setattr("gear_offline.data.sources.minari.KEPT_BYTES", 1000)
     wanted = np.concatenate([np.asarray(e.observations)[1:] for e in episodes])
     with open_source("minari:x-v0") as source:
         for start, stop in [(0, len(wanted)), (7, 50), (3, 4)]:

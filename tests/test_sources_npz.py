@@ -12,10 +12,10 @@ import pytest
 from numpy.lib import format as npy
 
 from gear_offline.config.recipe import load_recipe
-from gear_offline.convert.conversion import convert
-from gear_offline.dataset.dataset import open_dataset
+from gear_offline.data.convert.conversion import convert
+from gear_offline.data.dataset.dataset import open_dataset
+from gear_offline.data.sources import open_source
 from gear_offline.runs.resolve import resolve
-from gear_offline.sources import open_source
 from tests.support import one_error, refused
 
 Columns = dict[str, Any]

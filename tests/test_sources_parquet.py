@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from gear_offline.convert.conversion import convert
-from gear_offline.dataset.dataset import open_dataset
+from gear_offline.data.convert.conversion import convert
+from gear_offline.data.dataset.dataset import open_dataset
+from gear_offline.data.sources import from_arrays, join_sources, open_source, pick_episodes
 from gear_offline.errors import at_the_command_line
-from gear_offline.sources import from_arrays, join_sources, open_source, pick_episodes
 from tests.support import hopper_columns, one_error, refused
 
 LENGTHS = (5, 9, 4, 7)

@@ -10,9 +10,9 @@ import h5py
 import numpy as np
 import pytest
 
-from gear_offline.convert.conversion import convert
-from gear_offline.dataset.dataset import open_dataset
-from gear_offline.sources import join_sources, open_source, pick_episodes
+from gear_offline.data.convert.conversion import convert
+from gear_offline.data.dataset.dataset import open_dataset
+from gear_offline.data.sources import join_sources, open_source, pick_episodes
 from tests.hdf5_files import write
 from tests.support import iter_episodes, one_error, refused
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gear_offline.sources import open_source
+from gear_offline.data.sources import open_source
 from tests.support import refused
 
 zarr = pytest.importorskip("zarr", reason="needs pip install 'gear-offline[zarr]'")

@@ -14,10 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from gear_offline.batches.tables import placement
 from gear_offline.config.recipe import Recipe
+from gear_offline.core.progress import Progress
 from gear_offline.errors import GearError
 from gear_offline.evaluation.play import evaluate_together
-from gear_offline.progress import Progress
 from gear_offline.runs import evaluations
 from gear_offline.runs.data import prepare_dataset
 from gear_offline.runs.evaluate import evaluate
@@ -27,7 +28,6 @@ from gear_offline.sweep.jobs import train_on_gpus
 from gear_offline.sweep.stacks import train_stacks
 from gear_offline.sweep.trials import Trial
 from gear_offline.sweep.work import Work, run_errors
-from gear_offline.tables import placement
 from gear_offline.training.json_lines import read_records
 from gear_offline.training.learner import Learner
 from gear_offline.training.records import EvaluationReport, read_lines

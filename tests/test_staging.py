@@ -15,11 +15,11 @@ from typing import Any
 import numpy.typing as npt
 import pytest
 
-from gear_offline.convert.conversion import convert
 from gear_offline.core.files import new_directory, open_regular, read_at, read_regular
 from gear_offline.core.system import available_bytes
-from gear_offline.dataset.dataset import open_dataset
-from gear_offline.dataset.manifest import MANIFEST_NAME
+from gear_offline.data.convert.conversion import convert
+from gear_offline.data.dataset.dataset import open_dataset
+from gear_offline.data.dataset.manifest import MANIFEST_NAME
 from gear_offline.errors import GearError
 from tests.support import (
     ArraySource,

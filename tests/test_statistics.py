@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from gear_offline.dataset.statistics import BLOCK_ELEMENTS, NARROW, Moments, distribution
+from gear_offline.data.dataset.statistics import BLOCK_ELEMENTS, NARROW, Moments, distribution
 
 
 def naive(values: npt.NDArray[Any]) -> tuple[npt.NDArray[np.float64], ...]:

@@ -15,13 +15,13 @@ import pytest
 import xxhash
 
 import gear_offline as go
+from gear_offline.batches.tables.shared import SharedMemory
 from gear_offline.config.files import copy_recipe
 from gear_offline.config.recipe import Recipe
 from gear_offline.errors import GearError
 from gear_offline.evaluation.environments import make_environment
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.resolve import resolve
-from gear_offline.tables.shared import SharedMemory
 from tests.checkpoint_support import write_run
 from tests.support import (
     ROOT,
@@ -38,7 +38,7 @@ NOBODY = 65534
 ATTACH_AS_NOBODY = f"""
 import errno, json, os, sys
 from gear_offline.errors import GearError
-from gear_offline.tables.shared import Handle, SharedMemory
+from gear_offline.batches.tables.shared import Handle, SharedMemory
 handle = Handle(**json.loads(sys.argv[1]))
 os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})
 path = f"/proc/{{handle.process}}/fd/{{handle.descriptor}}"

@@ -17,17 +17,17 @@ from gear_offline.analysis.page import drawn_cells, learned_cells, print_compari
 from gear_offline.analysis.sampling import Draws, measure, parse_candidates
 from gear_offline.analysis.significance import Comparison
 from gear_offline.analysis.strategies import compare_strategies
+from gear_offline.batches.sampling import find_strategy, make_sampler, strategy_names
+from gear_offline.batches.sampling.registry import _STRATEGIES
 from gear_offline.cli import main as cli
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.convert.conversion import convert
-from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.core.progress import Terminal
+from gear_offline.data.convert.conversion import convert
+from gear_offline.data.dataset.dataset import Dataset, open_dataset
+from gear_offline.data.sources import from_episodes
 from gear_offline.errors import GearError
 from gear_offline.models.policy import Policy
-from gear_offline.progress import Terminal
 from gear_offline.runs.loop import TrainingInterrupted
-from gear_offline.sampling import find_strategy, make_sampler, strategy_names
-from gear_offline.sampling.registry import _STRATEGIES
-from gear_offline.sources import from_episodes
 from gear_offline.sweep import run as sweep_run
 from tests.forks import fork_workers
 from tests.sampling_support import keys

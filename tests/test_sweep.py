@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from gear_offline.cli.main import main
 from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.core.progress import Terminal
 from gear_offline.errors import GearError, InputError
-from gear_offline.progress import Terminal
 from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.sweep import run as sweep_run
 from gear_offline.sweep.report import SweepResult, read_sweep

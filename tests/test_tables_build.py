@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.convert.conversion import convert
-from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.batches.tables import returns as returns_module
+from gear_offline.batches.tables import table as module
+from gear_offline.batches.tables.returns import sum_returns
+from gear_offline.batches.tables.table import Table, TableOptions, build_table, table_bytes
+from gear_offline.data.convert.conversion import convert
+from gear_offline.data.dataset.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError
-from gear_offline.tables import returns as returns_module
-from gear_offline.tables import table as module
-from gear_offline.tables.returns import sum_returns
-from gear_offline.tables.table import Table, TableOptions, build_table, table_bytes
 from tests.segment_oracle import MemoryTable, same_bits
 from tests.support import ArraySource, failing_code, one_error
 

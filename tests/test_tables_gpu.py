@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from gear_offline.batches.tables.device import DeviceMemory
+from gear_offline.batches.tables.placement import HOST, PlacedTable, place_table
+from gear_offline.batches.tables.shared import share_table
+from gear_offline.batches.tables.table import Table, TableOptions
 from gear_offline.distributed.world import open_world, rank_device
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.tables.device import DeviceMemory
-from gear_offline.tables.placement import HOST, PlacedTable, place_table
-from gear_offline.tables.shared import share_table
-from gear_offline.tables.table import Table, TableOptions
 from tests.gpu_support import ON_GPU, ON_TWO_GPUS, same, take
 from tests.placement_support import make_table
 from tests.ranks_support import launch

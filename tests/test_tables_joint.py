@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.batches.tables.joint import JointDataset, Part, join_datasets
+from gear_offline.batches.tables.table import TableOptions, build_table
+from gear_offline.data.dataset.dataset import Dataset, open_dataset
 from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.rows import DiskRows
-from gear_offline.tables.joint import JointDataset, Part, join_datasets
-from gear_offline.tables.table import TableOptions, build_table
 from tests.image_support import image_columns
 from tests.one_process import global_digest, open_ranks, row_digests
 from tests.segment_oracle import all_segments, cpu_gather

@@ -12,10 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.dataset.schema import EpisodeIndex
-from gear_offline.errors import GearError
-from gear_offline.tables import placement as module
-from gear_offline.tables.placement import (
+from gear_offline.batches.tables import placement as module
+from gear_offline.batches.tables.placement import (
     ALIGNMENT_BYTES,
     HBM_SHARE,
     HOST,
@@ -23,7 +21,9 @@ from gear_offline.tables.placement import (
     deal_out,
     place_table,
 )
-from gear_offline.tables.table import Table
+from gear_offline.batches.tables.table import Table
+from gear_offline.data.dataset.schema import EpisodeIndex
+from gear_offline.errors import GearError
 from tests.placement_support import FakeMemory, make_table, place_all
 from tests.support import failing_code, one_error
 

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
+from gear_offline.batches.tables.shared import Handle, PublishedTables, SharedMemory, share_table
+from gear_offline.batches.tables.table import TableOptions, build_table
 from gear_offline.core.system import available_bytes
-from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.data.dataset.dataset import Dataset, open_dataset
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.tables.shared import Handle, PublishedTables, SharedMemory, share_table
-from gear_offline.tables.table import TableOptions, build_table
 from tests.segment_oracle import same_bits
 from tests.support import failing_code, make_dataset, one_error, run_python
 
@@ -28,7 +28,7 @@ CREATE = """
 import json, sys
 from dataclasses import asdict
 import numpy as np
-from gear_offline.tables.shared import SharedMemory
+from gear_offline.batches.tables.shared import SharedMemory
 memory = SharedMemory.create(1 << 20)
 rows = memory.allocate((1000, 4), np.dtype(np.float32))
 rows[:] = np.arange(4000).reshape(1000, 4)
@@ -39,8 +39,8 @@ sys.stdin.readline()
 """
 ATTACH = """
 import json, sys
-from gear_offline.dataset.dataset import open_dataset
-from gear_offline.tables import shared
+from gear_offline.data.dataset.dataset import open_dataset
+from gear_offline.batches.tables import shared
 real = shared.build_table
 def attach(*arguments, fill=True, **options):
     assert not fill, "it reads the table again"

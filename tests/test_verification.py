@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.convert.conversion import convert
-from gear_offline.dataset.dataset import open_dataset
-from gear_offline.dataset.manifest import MANIFEST_NAME, Manifest
-from gear_offline.dataset.shard import digest
+from gear_offline.data.convert.conversion import convert
+from gear_offline.data.dataset.dataset import open_dataset
+from gear_offline.data.dataset.manifest import MANIFEST_NAME, Manifest
+from gear_offline.data.dataset.shard import digest
 from gear_offline.errors import InputError
 from tests.support import ArraySource, failing_code, hopper_columns, make_dataset, one_error, sealed
 
@@ -292,7 +292,7 @@ def test_random_values_are_refused_or_harmless(
 
 def test_a_manifest_is_written_and_read_up_to_a_size(tmp_path: Path, monkeypatch: Any) -> None:
     path = make_dataset(tmp_path, [3]).path
-    monkeypatch.setattr("gear_offline.dataset.manifest.MAX_MANIFEST_BYTES", 1_000)
+    monkeypatch.setattr("gear_offline.data.dataset.manifest.MAX_MANIFEST_BYTES", 1_000)
     assert failing_code(lambda: Manifest.read(path)) == "DATASET_DAMAGED"
     assert failing_code(lambda: make_dataset(tmp_path / "new", [3])) == "COLUMN"
     assert not list((tmp_path / "new").iterdir())

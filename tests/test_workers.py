@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gear_offline.doctor import probe
+from gear_offline.analysis.doctor import probe
+from gear_offline.core.workers import Worker, WorkerPool
 from gear_offline.errors import GearError, InputError
-from gear_offline.workers import Worker, WorkerPool
 from tests.support import Patch, one_error
 from tests.trust.kills import is_gone
 

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import gear_offline as go
 from examples.model_parallel import read_bytes
-from gear_offline.dataset.dataset import Dataset
+from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.distributed import is_first_process, read_rank_and_size
 from gear_offline.distributed.world import World, data_world, joined_world, open_world
 from gear_offline.errors import InputError

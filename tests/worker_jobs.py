@@ -6,8 +6,8 @@ import sys
 import time
 from typing import Any
 
+from gear_offline.core.workers import Caller, Worker
 from gear_offline.errors import InputError
-from gear_offline.workers import Caller, Worker
 
 
 def add(caller: Caller, *numbers: int) -> int:

@@ -18,13 +18,13 @@ import xxhash
 from rich.table import Table
 
 from gear_offline.config.arguments import check_arguments
+from gear_offline.core.progress import Progress, Terminal
 from gear_offline.core.text import Document, count_text
 from gear_offline.core.types import Array, Float64Array, Int64Array
-from gear_offline.dataset.dataset import Columns, Dataset, open_dataset
+from gear_offline.data.dataset.dataset import Columns, Dataset, open_dataset
+from gear_offline.data.sources.plausible import odd_episodes
 from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.environments import probe
-from gear_offline.progress import Progress, Terminal
-from gear_offline.sources.plausible import odd_episodes
 
 COMPARED = ("observations", "actions", "rewards")  # what makes two episodes the same
 PIECE_BYTES = 16 << 20  # that are read at a time

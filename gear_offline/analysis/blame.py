@@ -18,8 +18,11 @@ import numpy.typing as npt
 import torch
 
 from gear_offline.analysis.spikes import Spike, find_spikes, logged_losses
+from gear_offline.batches.sampling import Sampler
+from gear_offline.batches.tables.joint import JointDataset, TableData
 from gear_offline.config.arguments import check_arguments
 from gear_offline.config.recipe import Recipe
+from gear_offline.core.progress import Progress, Terminal, print_table
 from gear_offline.core.text import Document, short, typed
 from gear_offline.core.torch_state import torch_threads
 from gear_offline.core.types import Int64Array
@@ -27,10 +30,7 @@ from gear_offline.errors import InputError
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.base import SequenceModel, total_loss
 from gear_offline.models.loss import segment_losses
-from gear_offline.progress import Progress, Terminal, print_table
 from gear_offline.runs.run import Run, open_run
-from gear_offline.sampling import Sampler
-from gear_offline.tables.joint import JointDataset, TableData
 from gear_offline.training.checkpoint import list_checkpoints, no_run, read_checkpoint
 from gear_offline.training.trained import trained_model, typed_model
 

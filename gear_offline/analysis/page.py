@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from gear_offline import plots
 from gear_offline.analysis.sampling import Draws
 from gear_offline.analysis.significance import Comparison, Outcome
+from gear_offline.core import plots
 from gear_offline.core.files import write_file, writing
+from gear_offline.core.progress import Terminal, print_table
 from gear_offline.core.text import count_text, interval_text, short
-from gear_offline.progress import Terminal, print_table
 from gear_offline.runs.page import STYLE
 from gear_offline.runs.report import render_page
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from gear_offline.batches.sampling import Sampler, parse_strategy, resolve_options
+from gear_offline.batches.tables.joint import TableData, data_name
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.strict_yaml import read_yaml
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Float64Array, Int64Array
 from gear_offline.errors import InputError, in_home
-from gear_offline.sampling import Sampler, parse_strategy, resolve_options
-from gear_offline.tables.joint import TableData, data_name
 
 MOST_DRAWS = 1_000_000  # of a strategy
 DRAWS_AT_ONCE = 65_536

@@ -17,23 +17,23 @@ from gear_offline.analysis.sampling import (
     parse_candidates,
 )
 from gear_offline.analysis.significance import Comparison, compare, verdict_text
+from gear_offline.batches.sampling import find_strategy
+from gear_offline.batches.tables.joint import TableData
 from gear_offline.config.arguments import check_arguments
 from gear_offline.config.files import Overrides, with_value
 from gear_offline.config.recipe import Recipe, load_recipe, recipe_option
 from gear_offline.config.sections import SelectionSettings
 from gear_offline.core.files import check_folder
+from gear_offline.core.progress import Progress
 from gear_offline.core.system import machine
 from gear_offline.core.text import count_text, say, short
 from gear_offline.errors import GearError, InputError, given_path
 from gear_offline.loaders.options import recipe_sampler
-from gear_offline.progress import Progress
 from gear_offline.runs.data import prepare_dataset
 from gear_offline.runs.loop import TrainingInterrupted
-from gear_offline.sampling import find_strategy
 from gear_offline.sweep.report import SweepResult, read_sweep
 from gear_offline.sweep.run import run_trials
 from gear_offline.sweep.trials import Seeds, Trial, parse_seeds, trial_name
-from gear_offline.tables.joint import TableData
 
 if TYPE_CHECKING:
     from gear_offline.models.base import SequenceModel

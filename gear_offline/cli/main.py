@@ -147,7 +147,7 @@ def inspect(
     quiet: Quiet = False,
 ) -> None:
     """Show columns, statistics and digests of a dataset."""
-    from gear_offline.dataset.inspect import print_inspection
+    from gear_offline.data.dataset.inspect import print_inspection
 
     document = go.inspect(dataset, verify=verify, quiet=quiet or as_json)
     show(document, as_json, lambda: print_inspection(document, full=full))
@@ -218,7 +218,7 @@ def push(
     model: Model = None,
 ) -> None:
     """Put a dataset or a policy on the Hugging Face Hub."""
-    from gear_offline.dataset.manifest import is_dataset
+    from gear_offline.data.dataset.manifest import is_dataset
 
     pushed: Any
     if is_dataset(what):
@@ -237,7 +237,7 @@ def recipes_ls(as_json: Json = False) -> None:
     from rich.table import Table
 
     from gear_offline.config.files import recipe_descriptions
-    from gear_offline.progress import Terminal
+    from gear_offline.core.progress import Terminal
 
     descriptions = recipe_descriptions()
     rows = [{"name": name, "description": text} for name, text in descriptions.items()]
@@ -519,7 +519,7 @@ def strategies(
 @command("Machines", "doctor", "doctor --json")
 def doctor(as_json: Json = False) -> None:
     """Show what is installed, what is missing, and what each feature will use."""
-    from gear_offline.doctor import diagnose, print_diagnosis
+    from gear_offline.analysis.doctor import diagnose, print_diagnosis
 
     diagnosis = diagnose()
     show(diagnosis, as_json, lambda: print_diagnosis(diagnosis))
@@ -549,10 +549,10 @@ def plan(
 ) -> None:
     """Predict memory, tiers, traffic and times of a recipe on a cluster."""
     whole = go.load_recipe(recipe, overrides)
-    from gear_offline.planning.hardware import Cluster, load_hardware
-    from gear_offline.planning.plan import plan as run
-    from gear_offline.planning.plan import print_plan
-    from gear_offline.planning.workload import make_workload
+    from gear_offline.analysis.planning.hardware import Cluster, load_hardware
+    from gear_offline.analysis.planning.plan import plan as run
+    from gear_offline.analysis.planning.plan import print_plan
+    from gear_offline.analysis.planning.workload import make_workload
     from gear_offline.runs.checks import check_model
 
     check_model(whole.model)

@@ -17,6 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.batches.sampling import Sampler
+from gear_offline.batches.tables.joint import TableData, parts_of, shards_of
+from gear_offline.batches.tables.table import TableOptions, table_bytes
 from gear_offline.config.sections import Sharding
 from gear_offline.core.system import RESERVE_BYTES, available_bytes
 from gear_offline.core.text import say, size_text
@@ -24,9 +27,6 @@ from gear_offline.core.types import BoolArray, Float64Array, Int64Array
 from gear_offline.distributed.reads import ranges
 from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
-from gear_offline.sampling import Sampler
-from gear_offline.tables.joint import TableData, parts_of, shards_of
-from gear_offline.tables.table import TableOptions, table_bytes
 
 NARROW = 1 << 16  # numbers below are sorted in two passes
 

@@ -18,27 +18,27 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from gear_offline.batches.tables.fields import STATES
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import PlaySettings
 from gear_offline.core.draws import Draws
 from gear_offline.core.files import Closing
+from gear_offline.core.progress import Progress
 from gear_offline.core.system import available_bytes, versions
 from gear_offline.core.text import count_text, say
 from gear_offline.core.torch_state import torch_threads
-from gear_offline.dataset.schema import channels_last, match_columns
-from gear_offline.dataset.scores import ReferenceScores, find_scores, known_scores
+from gear_offline.core.workers import Caller
+from gear_offline.data.dataset.schema import channels_last, match_columns
+from gear_offline.data.dataset.scores import ReferenceScores, find_scores, known_scores
 from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.environments import EnvironmentFacts, Known, Options, known_of, weigh
 from gear_offline.evaluation.rollout import ActingPolicy, Environments, play_together, seeded, turns
 from gear_offline.models.base import ModelSizes, ModelTask, SequenceModel
 from gear_offline.models.encoders import InputColumn
 from gear_offline.models.policy import Policy
-from gear_offline.progress import Progress
-from gear_offline.tables.fields import STATES
 from gear_offline.training.model import sizes_of
 from gear_offline.training.records import EvaluationReport, TargetResult, TaskResult
 from gear_offline.training.trained import TrainedModel, find_trained
-from gear_offline.workers import Caller
 
 Reference = str | ReferenceScores | tuple[float, float]
 CPU_ENVIRONMENTS = 20  # more make no product of matrices faster

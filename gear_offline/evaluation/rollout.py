@@ -27,6 +27,7 @@ from gear_offline.core.draws import Draws
 from gear_offline.core.files import Closing
 from gear_offline.core.system import usable_cores
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
+from gear_offline.core.workers import Caller, Worker
 from gear_offline.evaluation.environments import (
     MOST_STEPS,
     Environment,
@@ -37,7 +38,6 @@ from gear_offline.evaluation.environments import (
     known_of,
     make_environment,
 )
-from gear_offline.workers import Caller, Worker
 
 STEPS_FOR_WORKERS = 20_000  # fewer take no longer than workers take to start
 SLOTS_OF_A_WORKER = 4  # a message takes as long as a fifth of a step

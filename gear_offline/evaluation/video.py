@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.core.files import check_new_file, write_file, writing
+from gear_offline.core.progress import Progress
 from gear_offline.core.text import told_apart
 from gear_offline.errors import GearError, InputError, UnavailableError, package_needed
 from gear_offline.evaluation.environments import (
@@ -27,7 +28,6 @@ from gear_offline.evaluation.environments import (
     is_atari,
     make_environment,
 )
-from gear_offline.progress import Progress
 from gear_offline.training.records import EvaluationReport, TargetResult, TaskResult
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from importlib.util import find_spec
 
-from gear_offline.collect.policies import quality_parts
+from gear_offline.batches.sampling import resolve_options
 from gear_offline.config.problems import nearest
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings, ModelSettings, OwnModelSettings
@@ -17,12 +17,12 @@ from gear_offline.core.parts import (
     is_admitted,
     is_part,
 )
-from gear_offline.dataset.scores import dataset_names, find_scores
+from gear_offline.data.dataset.scores import dataset_names, find_scores
 from gear_offline.errors import InputError, UnavailableError, check_environment_id
+from gear_offline.evaluation.collect.policies import quality_parts
 from gear_offline.evaluation.environments import ENVIRONMENTS, maker_of, unregistered
 from gear_offline.models.kinds import MODELS
 from gear_offline.runs.callbacks import CALLBACKS
-from gear_offline.sampling import resolve_options
 
 _HOME = "gear_offline.runs.trackers"
 NAMED_TRACKERS = {

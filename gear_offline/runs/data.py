@@ -13,29 +13,29 @@ from typing import Any
 
 import numpy as np
 
+from gear_offline.batches.sampling.items import HAVE_PRIORITY, episode_priorities
+from gear_offline.batches.tables.joint import TableData
+from gear_offline.batches.tables.table import TableOptions, build_table
 from gear_offline.config.files import MAKERS
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings, DataSettings, PlaySettings
-from gear_offline.convert.conversion import convert
-from gear_offline.convert.edits import options_text
-from gear_offline.convert.record import find_changes
 from gear_offline.core.files import check_folder, turn_of
 from gear_offline.core.hub import is_there
 from gear_offline.core.parts import is_same
 from gear_offline.core.text import count_text, say, typed
-from gear_offline.dataset.dataset import Dataset
-from gear_offline.dataset.growing import GrowingDataset
+from gear_offline.data.convert.conversion import convert
+from gear_offline.data.convert.edits import options_text
+from gear_offline.data.convert.record import find_changes
+from gear_offline.data.dataset.dataset import Dataset
+from gear_offline.data.dataset.growing import GrowingDataset
+from gear_offline.data.sources import open_source
+from gear_offline.data.sources.uri import was_read_from
 from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import probe
 from gear_offline.loaders.options import loader_options, open_data, open_one, recipe_sampler
 from gear_offline.models.base import ModelSizes
 from gear_offline.runs.fit import check_fit
-from gear_offline.sampling.items import HAVE_PRIORITY, episode_priorities
-from gear_offline.sources import open_source
-from gear_offline.sources.uri import was_read_from
-from gear_offline.tables.joint import TableData
-from gear_offline.tables.table import TableOptions, build_table
 
 MOST_SQUARED = 1e18  # the squares of a layer's inputs are finite in float32, and so is their sum
 
@@ -168,7 +168,7 @@ def _mismatch(what: str, path: Path, wanted: str, actual: str) -> InputError:
 
 def _collect(settings: CollectSettings, file: Path, quiet: bool) -> Path:
     """Record the recipe's own data; a file that is there already is used."""
-    from gear_offline.collect.collection import collect
+    from gear_offline.evaluation.collect.collection import collect
 
     if file.exists():
         with open_source(file) as source:

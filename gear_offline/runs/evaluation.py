@@ -12,6 +12,7 @@ from typing import Any
 
 from gear_offline.core.files import write_error
 from gear_offline.core.parts import admit, is_same
+from gear_offline.core.progress import Terminal
 from gear_offline.core.text import say
 from gear_offline.core.torch_state import torch_threads
 from gear_offline.distributed.world import resolve_device
@@ -25,7 +26,6 @@ from gear_offline.evaluation.play import (
 )
 from gear_offline.evaluation.video import check_video, write_videos
 from gear_offline.models.policy import Policy
-from gear_offline.progress import Terminal
 from gear_offline.training.records import EvaluationReport
 from gear_offline.training.trained import TrainedModel, find_trained, live
 

@@ -27,9 +27,11 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import Closing
 from gear_offline.core.interruption import Aborted, StopRequest
 from gear_offline.core.parts import is_importable
+from gear_offline.core.progress import Progress
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text, finite
 from gear_offline.core.torch_state import torch_threads
+from gear_offline.core.workers import Caller, WorkerPool
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
 from gear_offline.evaluation.environments import known_of
@@ -43,7 +45,6 @@ from gear_offline.evaluation.play import (
     tasks_of,
     timestep_warning,
 )
-from gear_offline.progress import Progress
 from gear_offline.runs.callbacks import Callbacks
 from gear_offline.runs.run import best_of
 from gear_offline.training.checkpoint import Keep, list_checkpoints
@@ -52,7 +53,6 @@ from gear_offline.training.learner import Learner
 from gear_offline.training.records import EvaluationReport, read_evaluations
 from gear_offline.training.saving import Saver
 from gear_offline.training.trained import find_trained
-from gear_offline.workers import Caller, WorkerPool
 
 POLL_SECONDS = 0.05
 SPARE = 2  # evaluations that may wait while all workers play

@@ -6,16 +6,16 @@ from itertools import chain
 
 import numpy as np
 
+from gear_offline.batches.tables.fields import is_image, standard_fields
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.parts import is_same
 from gear_offline.core.system import available_bytes
 from gear_offline.core.text import count_text, say, short, size_text, texts
-from gear_offline.dataset.dataset import Dataset
+from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import EnvironmentFacts
 from gear_offline.models.base import ModelSizes
 from gear_offline.models.decision_transformer import beyond_tanh
-from gear_offline.tables.fields import is_image, standard_fields
 
 MOST_FLOAT32 = float(np.finfo(np.float32).max)
 SEEN = 0.05  # returns-to-go below it are next to nothing to the model

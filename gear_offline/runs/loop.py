@@ -17,15 +17,16 @@ from typing import NamedTuple
 
 import torch
 
+from gear_offline.batches.tables.joint import TableData
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import Closing, write_error
 from gear_offline.core.interruption import StopRequest
+from gear_offline.core.progress import Progress
 from gear_offline.core.system import torch_alone
 from gear_offline.core.text import say, typed
 from gear_offline.core.torch_state import torch_threads
 from gear_offline.distributed.world import World, current, open_world, rank_device, resolve_device
 from gear_offline.errors import GearError
-from gear_offline.progress import Progress
 from gear_offline.runs.callbacks import Callback, Callbacks, recipe_callbacks
 from gear_offline.runs.data import open_growing, prepare_dataset
 from gear_offline.runs.directory import RunDirectory, default_run_path
@@ -35,7 +36,6 @@ from gear_offline.runs.resume import Past, find_past
 from gear_offline.runs.run import Run
 from gear_offline.runs.trackers import trackings
 from gear_offline.runs.writer import RunWriter
-from gear_offline.tables.joint import TableData
 from gear_offline.training.checkpoint import Keep, remove_partial
 from gear_offline.training.gradients import check_micro_batches
 from gear_offline.training.learner import Learner

@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 
+from gear_offline.batches.tables.joint import JointDataset, TableData
+from gear_offline.batches.tables.table import discounted_returns
 from gear_offline.config.files import MAKERS
 from gear_offline.config.recipe import Recipe, whole_paths
 from gear_offline.core.parts import is_same
 from gear_offline.core.system import versions
 from gear_offline.core.text import say
-from gear_offline.dataset.dataset import Dataset
-from gear_offline.dataset.scores import find_scores
-from gear_offline.dataset.statistics import distribution
+from gear_offline.data.dataset.dataset import Dataset
+from gear_offline.data.dataset.scores import find_scores
+from gear_offline.data.dataset.statistics import distribution
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.evaluation.environments import (
@@ -42,8 +44,6 @@ from gear_offline.runs.fit import (
     say_what_differs,
 )
 from gear_offline.runs.resume import Past
-from gear_offline.tables.joint import JointDataset, TableData
-from gear_offline.tables.table import discounted_returns
 from gear_offline.training.cost import cpu_threads, is_compiled
 from gear_offline.training.model import data_sizes, resolve_precision
 from gear_offline.training.trained import TrainedModel, find_trained

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from gear_offline.config.arguments import check_arguments
 from gear_offline.config.recipe import Recipe, read_recipe
 from gear_offline.core.parts import readmit
+from gear_offline.core.progress import Printed, Terminal, print_table
 from gear_offline.core.text import number_text
 from gear_offline.errors import InputError, given_path
-from gear_offline.progress import Printed, Terminal, print_table
 from gear_offline.training.checkpoint import list_checkpoints, no_run
 from gear_offline.training.json_lines import last_record, read_records
 from gear_offline.training.records import EvaluationReport, read_evaluations, score_text

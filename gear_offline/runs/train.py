@@ -94,7 +94,7 @@ def train(
     whole = load_recipe(recipe, with_value(overrides, "model.kind", model))
     quiet = quiet or not is_first_process()
     from gear_offline.core.text import say
-    from gear_offline.dataset.manifest import check_dataset
+    from gear_offline.data.dataset.manifest import check_dataset
     from gear_offline.runs.callbacks import check_callbacks
     from gear_offline.runs.checks import check_recipe
     from gear_offline.runs.directory import check_place, run_and_start

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from gear_offline.core.files import Closing, write_file
+from gear_offline.core.progress import Progress
 from gear_offline.core.system import versions
 from gear_offline.core.text import count_text, finite, say
-from gear_offline.progress import Progress
 from gear_offline.runs.callbacks import Callbacks
 from gear_offline.runs.evaluations import RunEvaluations
 from gear_offline.runs.run import best_of

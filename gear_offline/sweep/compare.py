@@ -19,9 +19,9 @@ from gear_offline.config.sections import OptimizerSettings
 from gear_offline.config.strict_yaml import dump_yaml
 from gear_offline.core.files import check_new_file, writing
 from gear_offline.core.parts import is_same
+from gear_offline.core.progress import Printed, Terminal
 from gear_offline.core.text import Document
 from gear_offline.errors import InputError, given_path
-from gear_offline.progress import Printed, Terminal
 from gear_offline.runs.resume import RESUMABLE
 from gear_offline.runs.run import Run, open_run
 from gear_offline.sweep.report import plot_curves

@@ -20,21 +20,21 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from gear_offline.batches.tables.shared import PublishedTables, attach_tables
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.interruption import StopRequest
+from gear_offline.core.progress import Progress
+from gear_offline.core.workers import LOST, Caller, Pool, WorkerPool
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.environments import PROBED, Known
 from gear_offline.loaders.options import loader_options
-from gear_offline.progress import Progress
 from gear_offline.runs.data import prepare_dataset
 from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.sweep.results import steps_done
 from gear_offline.sweep.stacks import stacks_of, train_stacks
 from gear_offline.sweep.trials import Trial
 from gear_offline.sweep.work import Work, run_errors
-from gear_offline.tables.shared import PublishedTables, attach_tables
-from gear_offline.workers import LOST, Caller, Pool, WorkerPool
 
 POLL_SECONDS = 0.2
 LOCK_SECONDS = 120  # the lock of a node that has died lasts for 90 on NFS

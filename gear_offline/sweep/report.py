@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from gear_offline.core.files import write_file
+from gear_offline.core.progress import Printed, Terminal
 from gear_offline.core.text import LEAST, count_text, short
-from gear_offline.progress import Printed, Terminal
 from gear_offline.sweep.results import (
     INTERVAL,
     RANKING,
@@ -149,7 +149,7 @@ def plot_curves(path: Path, trials: Sequence[TrialResult], table: SeedTable) -> 
 
     A curve is the mean over seeds at the steps that all of them have, with its interval.
     """
-    from gear_offline import plots
+    from gear_offline.core import plots
 
     shown = [row.label for row in table.rows if row.estimates][: len(plots.SERIES)]
     if not shown:

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import numpy as np
 
 from gear_offline.config.recipe import Recipe
+from gear_offline.core.progress import Terminal, print_table
 from gear_offline.core.text import Document, short, told_apart
 from gear_offline.errors import InputError
-from gear_offline.progress import Terminal, print_table
 from gear_offline.sweep.trials import Trial
 from gear_offline.training.checkpoint import list_checkpoints
 from gear_offline.training.json_lines import last_record

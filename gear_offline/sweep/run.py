@@ -16,17 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gear_offline.batches.tables.joint import TableData
 from gear_offline.config.arguments import check_arguments
 from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe, recipe_option
 from gear_offline.core.parts import is_importable
+from gear_offline.core.progress import Progress
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text, first_line, plain, say
+from gear_offline.core.workers import Caller, RayPool, WorkerPool
 from gear_offline.distributed import read_rank_and_size
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError, given_path
 from gear_offline.evaluation.environments import PROBED, known_of
-from gear_offline.progress import Progress
 from gear_offline.runs.checks import check_recipe, check_selection
 from gear_offline.runs.data import prepare_dataset
 from gear_offline.runs.evaluations import MOST_WORKERS
@@ -45,8 +47,6 @@ from gear_offline.sweep.results import is_complete, is_played, steps_done
 from gear_offline.sweep.stacks import MOST_IN_A_STACK, train_stacks
 from gear_offline.sweep.trials import SweepDirectory, SweepFile, Trial, make_trials, parse_options
 from gear_offline.sweep.work import Work
-from gear_offline.tables.joint import TableData
-from gear_offline.workers import Caller, RayPool, WorkerPool
 
 if TYPE_CHECKING:
     from gear_offline.models.base import SequenceModel

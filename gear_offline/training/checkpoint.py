@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field
 
+from gear_offline.batches.tables.fields import Window
 from gear_offline.config.files import lost_recipe, recipe_paths
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import read_regular, sync_directory, write_error, write_file
@@ -33,7 +34,6 @@ from gear_offline.core.text import say, typed
 from gear_offline.errors import GearError, InputError, is_out_of_memory
 from gear_offline.models.kinds import MODELS
 from gear_offline.models.tensor_file import FileFacts, file_facts, write_tensors
-from gear_offline.tables.fields import Window
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,10 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gear_offline.batches.sampling.items import Items
+from gear_offline.batches.tables.fields import Window
+from gear_offline.batches.tables.joint import TableData
+from gear_offline.batches.tables.shared import GrowingTable
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.text import say
-from gear_offline.dataset.dataset import Dataset
-from gear_offline.dataset.growing import GrowingDataset
+from gear_offline.data.dataset.dataset import Dataset
+from gear_offline.data.dataset.growing import GrowingDataset
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, InputError
 from gear_offline.kernels.gather import Windows
@@ -27,10 +31,6 @@ from gear_offline.loaders.feedback import DeviceFeedback, LossFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.options import loader_options, recipe_sampler
 from gear_offline.models.base import ModelSizes, SequenceModel, calling_model
-from gear_offline.sampling.items import Items
-from gear_offline.tables.fields import Window
-from gear_offline.tables.joint import TableData
-from gear_offline.tables.shared import GrowingTable
 from gear_offline.training.checkpoint import prefixed, unprefixed
 from gear_offline.training.cost import Meter, is_compiled
 from gear_offline.training.gradients import GradientPass

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from gear_offline.batches.tables.fields import STATES, is_image
+from gear_offline.batches.tables.joint import TableData, data_name, parts_of
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.text import count_text
 from gear_offline.distributed.world import World
@@ -28,8 +30,6 @@ from gear_offline.models.base import (
 )
 from gear_offline.models.eight_bit import MULTIPLE
 from gear_offline.models.encoders import InputColumn
-from gear_offline.tables.fields import STATES, is_image
-from gear_offline.tables.joint import TableData, data_name, parts_of
 from gear_offline.training.cost import has_half_gradients
 from gear_offline.training.parallel import Parallel, choose_parallel, shard_model, take_over
 from gear_offline.training.trial import Trial, try_model

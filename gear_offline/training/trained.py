@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from gear_offline.batches.tables.fields import Scales, Window
 from gear_offline.config.arguments import check_arguments
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.hub import PREFIX, fetch, is_hub
@@ -30,7 +31,6 @@ from gear_offline.models.policy_folder import (
     is_parts,
     read_policy,
 )
-from gear_offline.tables.fields import Scales, Window
 from gear_offline.training.checkpoint import (
     Checkpoint,
     check_trained,

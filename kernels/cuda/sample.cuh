@@ -1,4 +1,4 @@
-// The three ways to draw a segment, as gear_offline/sampling draws it on the CPU: the same segments
+// The three ways to draw a segment, as gear_offline/batches/sampling draws it on the CPU: the same segments
 // and probabilities, bit for bit.
 //
 // E episodes, N steps, B slots of a step.

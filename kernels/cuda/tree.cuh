@@ -1,6 +1,6 @@
 // Integer masses of many items with exact sums: choose by cumulative mass, change some masses.
 //
-// `HostPriorities` of gear_offline/sampling/masses.py: the chosen item is the one whose cumulative
+// `HostPriorities` of gear_offline/batches/sampling/masses.py: the chosen item is the one whose cumulative
 // masses enclose a number, in the order of the items, so that the shape of the tree changes nothing
 // but the speed.  Sixteen masses are one line of 128 bytes.  Sums are integers modulo 2^64, so that
 // atomic additions give the same bits in any order.  8.53 bytes an item.

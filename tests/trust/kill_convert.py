@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy.ma  # noqa: F401 - else every child imports it
 
-from gear_offline.convert.conversion import convert
-from gear_offline.dataset.dataset import open_dataset
+from gear_offline.data.convert.conversion import convert
+from gear_offline.data.dataset.dataset import open_dataset
 from gear_offline.errors import InputError
 from tests.support import hopper_columns, write_hdf5
 from tests.trust.kills import Judged, begin, is_gone, program, status_of

@@ -21,7 +21,7 @@ import numpy as np
 import gear_offline as go
 import gear_offline.runs.report
 from gear_offline.config.recipe import Recipe
-from gear_offline.dataset.growing import GrowingDataset
+from gear_offline.data.dataset.growing import GrowingDataset
 from gear_offline.runs.loop import train_run
 from tests.training_support import ACTION_DIM, STATE_DIM, learnt, tiny_recipe
 from tests.trust.kills import Judged, begin, program, status_of

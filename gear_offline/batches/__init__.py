@@ -1,0 +1,1 @@
+"""Batches: which segments are drawn, and the tables that hold their rows."""

@@ -1,0 +1,268 @@
+"""Rows that stay in the shards: batches through a bounded memory that is filled ahead of use.
+
+The memory is slots of one window each, `H + K` rows of every column in its source dtype.  The
+gather is that of a table in memory whose rows lie in another order.
+`gear_offline.batches.tables.read_ahead` plans the reads, `window_reader` does them.
+
+Shape legend: N steps, E episodes, K steps of a window, H rows of history in front of it, B windows
+of a batch, S slots.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from gear_offline.batches.sampling.draws import SegmentStream
+from gear_offline.batches.tables.joint import TableData, parts_of, shards_of
+from gear_offline.batches.tables.read_ahead import (
+    REFERENCE_BYTES,
+    Draw,
+    DrawnWindows,
+    ReadAhead,
+    ReadPlan,
+)
+from gear_offline.batches.tables.table import (
+    GroupPlan,
+    Table,
+    TableOptions,
+    build_table,
+    plan_groups,
+)
+from gear_offline.batches.tables.window_reader import COPY_BYTES, Places, WindowReader, buffer_bytes
+from gear_offline.core.system import check_available
+from gear_offline.core.text import size_text
+from gear_offline.core.types import Array, Int64Array
+from gear_offline.data.dataset.schema import EpisodeIndex
+from gear_offline.errors import InputError
+from gear_offline.kernels.columns import ColumnGroup
+from gear_offline.kernels.draws import GUIDE_BITS, Segments
+from gear_offline.kernels.gather import CpuGather, Padding, Windows, real_steps
+
+CHUNK_BYTES = 8 << 20  # of all columns, at most: windows that begin in a chunk are read together
+THREADS = 4  # that read: a disk is fast with several reads under way, more wait for the interpreter
+BUFFER_SHARE = 8  # its buffers take at most the budget over this
+RESIDENT_SHARE = 32  # a column that takes at most the budget over this is kept in memory whole
+OUTPUT_SHARE = 128  # a block of batches takes at most the budget over this, or one batch
+OUTPUT_BLOCKS = 4  # the one handed out, the next, and two that may be in use
+PIECE = 4096  # windows drawn in one go, which takes some hundred bytes each in passing
+TAKEN_SHARE, MOST_TAKEN = 16, 16384  # of the slots, and windows, that are handed out at a time
+INDEX_BYTES = 64  # an episode: offset, length, return, ends, address, and two of a sampler
+GUIDE_BYTES = 64  # an episode, at most: of a sampler, which has at most 2^GUIDE_BITS entries
+CONVERSION_FACTOR = 8  # bytes in passing for each byte of float32 that is cast or normalised
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskSizes:
+    """The shares of a budget of host memory."""
+
+    slots: int  # windows that are kept, S
+    chunk_steps: int
+    threads: int
+    output_bytes: int  # of one block of batches
+    handout: int  # windows that are handed out at a time
+    resident: tuple[bool, ...]  # which columns are in memory whole
+
+
+def share_out(
+    dataset: TableData,
+    plans: Sequence[GroupPlan],
+    options: TableOptions,
+    *,
+    batch: int,
+    budget_bytes: int,
+) -> DiskSizes:
+    """Share a budget out: slots get the rest after everything else."""
+    rows, steps = options.margin, dataset.spec.steps
+    row_bytes, fields = [plan.row_bytes for plan in plans], [plan.only[1] for plan in plans]
+    window = [rows * field.width * field.dtype.itemsize for field in fields]
+    window_bytes = sum(window) + 16 * options.context_length  # as it is handed out
+    converted = max(
+        nbytes * (field.dtype != plan.dtype or field.mean is not None)  # by the gather
+        for nbytes, field, plan in zip(window, fields, plans, strict=True)
+    )
+    guide = min(int(dataset.episodes.lengths.max()) + 2 * options.context_length, 1 << 21)
+    episodes = dataset.episodes.episodes
+    fixed_bytes = INDEX_BYTES * episodes + min(GUIDE_BYTES * episodes, 4 << GUIDE_BITS) + 8 * guide
+    slot_bytes = rows * sum(row_bytes) + REFERENCE_BYTES + 8
+    column_bytes = [(steps + 2 * rows) * nbytes for nbytes in row_bytes]
+    in_no_file = [None in plan.fields for plan in plans]
+    widest = max(n for n, nowhere in zip(column_bytes, in_no_file, strict=True) if not nowhere)
+    small = [n <= budget_bytes // RESIDENT_SHARE and n < widest for n in column_bytes]
+    resident = [nowhere or few for nowhere, few in zip(in_no_file, small, strict=True)]
+    output_bytes = max(batch * window_bytes, budget_bytes // OUTPUT_SHARE)
+    room = budget_bytes // BUFFER_SHARE
+    for least in (False, True):  # in comfort, or what two batches need and no more
+        if least:
+            resident, output_bytes, room = in_no_file, batch * window_bytes, 0
+        read = [n for n, stays in zip(row_bytes, resident, strict=True) if not stays]
+        threads = min(max(room // (2 * (buffer_bytes(read, rows, 1) + COPY_BYTES)), 1), THREADS)
+        chunk = min(CHUNK_BYTES, room // threads - buffer_bytes(read, rows, 0) - COPY_BYTES)
+        chunk_steps = max(min(chunk // sum(read), steps), 1)
+        used = sum(n for n, stays in zip(column_bytes, resident, strict=True) if stays)
+        used += fixed_bytes + OUTPUT_BLOCKS * output_bytes
+        used += CONVERSION_FACTOR * converted * output_bytes // window_bytes
+        used += threads * (buffer_bytes(read, rows, chunk_steps) + COPY_BYTES)
+        slots = (budget_bytes - used) // slot_bytes
+        if slots >= 2 * batch:
+            break
+    else:
+        least_bytes = used + 2 * batch * slot_bytes
+        what = f"host_budget={budget_bytes} ({size_text(budget_bytes)}) is too small to keep two "
+        what += f"batches of {batch} windows"
+        remedy = f"give at least {least_bytes} bytes ({size_text(least_bytes)}), or make "
+        remedy += "batch_size or context_length smaller"
+        raise InputError("LOADER_OPTION", what, remedy=remedy)
+    slots = min(slots, max(16 * batch, 2 * -(-steps // rows)))  # beyond, nothing is gained
+    return DiskSizes(
+        slots=slots,
+        chunk_steps=chunk_steps,
+        threads=threads,
+        output_bytes=output_bytes,
+        handout=max(batch, min(slots // TAKEN_SHARE, MOST_TAKEN)),
+        resident=tuple(resident),
+    )
+
+
+class DiskGather:
+    """Fills windows of a `stream` from shards, through a bounded memory that is filled ahead.
+
+    The batches are the same bits as from a table in memory.  `sizes` says how the budget is shared
+    out, `table` is over the slots.
+    """
+
+    def __init__(
+        self,
+        dataset: TableData,
+        stream: SegmentStream,
+        options: TableOptions,
+        *,
+        host_budget: int,
+        padding: Padding,
+        pin: bool,
+    ) -> None:
+        plans = plan_groups(dataset, options, apart=True)
+        self.sizes = sizes = share_out(
+            dataset, plans, options, batch=stream.rank_batch, budget_bytes=host_budget
+        )
+        dataset = dataset.verify()  # a window is no block that could be compared as it is read
+        resident_plans = [plan for plan, stays in zip(plans, sizes.resident, strict=True) if stays]
+        groups = iter(build_table(dataset, options, plans=resident_plans, threads=1).groups)
+        resident_rows = [next(groups).rows if stays else None for stays in sizes.resident]
+        shards = shards_of(parts_of(dataset))
+        self._windows = WindowReader(
+            shards, plans, resident_rows, options, chunk_steps=sizes.chunk_steps
+        )
+        self._memory = partial(_Slots, plans, dataset.episodes, options, padding)
+        self._slots = self._memory(sizes.slots, pin=pin)
+        self.table = Table(
+            episodes=dataset.episodes, groups=self._slots.groups, margin=options.margin
+        )
+        plan = ReadPlan(
+            _draw(dataset.episodes, stream, options),
+            batch=stream.rank_batch,
+            slots=sizes.slots,
+            handout=sizes.handout,
+        )
+        self._rank_batch, self._span = stream.rank_batch, options.context_length
+        self._ahead = ReadAhead(self._windows, plan, self._slots.targets, threads=sizes.threads)
+        # Also when the interpreter ends: then the threads are waited for.
+        self._close = weakref.finalize(self, self._ahead.stop)
+
+    def draw_and_gather(self, first_step: int, steps: int) -> Windows:
+        """Gather the stream's segments of `steps` steps from `first_step` on, (steps, B).
+
+        The next call is best for as many steps that follow; any other order costs the windows that
+        were read ahead.
+        """
+        slots, low = self._ahead.take(first_step, steps)
+        shape, index = (steps, self._rank_batch), self.table.episodes
+        episodes = index.offsets.searchsorted(low, side="right") - 1
+        # As they were drawn when the plan was made; no gather asks for the probability.
+        segments = Segments(
+            episodes=episodes.reshape(shape),
+            starts=(low - index.offsets[episodes]).reshape(shape),
+            probability=np.broadcast_to(np.float64(0), shape),
+        )
+        windows = self._slots.gather(segments, slots)
+        self._ahead.move(first_step + steps)
+        return windows
+
+    def gather(self, segments: Segments) -> Windows:
+        """Gather any `segments` now, in memory of their own, without touching the read-ahead."""
+        self._ahead.check()
+        index, starts = self.table.episodes, segments.starts.reshape(-1)
+        real = real_steps(segments, index.lengths, self._span)
+        low = index.offsets[segments.episodes.reshape(-1)] + starts
+        aside = self._memory(len(low))
+        order = np.argsort(low, kind="stable")
+        places = Places(low=low[order], real=real[order], before=starts[order], slots=order)
+        self._windows.read(places, aside.targets, self._windows.buffer())
+        return aside.gather(segments, np.arange(len(low)))
+
+    def close(self) -> None:
+        """End the reading threads; can be repeated."""
+        self._close()
+
+
+class _Slots:
+    """Memory for windows, which all lie in landing rows: of H rows and K each."""
+
+    def __init__(
+        self,
+        plans: Sequence[GroupPlan],
+        episodes: EpisodeIndex,
+        options: TableOptions,
+        padding: Padding,
+        slots: int,
+        *,
+        pin: bool = False,
+    ) -> None:
+        self._rows, self._history = options.margin, options.history
+        count = (slots + 2) * self._rows  # with two margins in front
+        check_available(sum(count * plan.row_bytes for plan in plans))
+        groups, self.targets = [], list[Array]()
+        for plan in plans:
+            # NumPy asks for large pages: windows come from and go to places far apart.
+            rows = np.zeros((count, plan.width), plan.dtype)
+            groups.append(ColumnGroup(fields=tuple(plan.fields.values()), rows=rows))
+            window = np.dtype((np.void, self._rows * plan.row_bytes))
+            self.targets.append(rows[2 * self._rows :].reshape(-1).view(np.uint8).view(window))
+        self.groups = tuple(groups)
+        self._gather = CpuGather(
+            groups,
+            episodes.lengths,
+            np.zeros(episodes.episodes, np.int64),  # all windows lie in slots
+            context_length=options.context_length,
+            padding=padding,
+            pin=pin,
+        )
+
+    def gather(self, segments: Segments, slots: Int64Array) -> Windows:
+        """Gather `segments` from `slots`, (n,) int64."""
+        landing = ((slots + 2) * self._rows + self._history).reshape(segments.shape)
+        # What a slot holds around the rows of an episode may be any bits, until it is cleared.
+        with np.errstate(invalid="ignore"):
+            return self._gather.gather(segments, landing)
+
+
+def _draw(episodes: EpisodeIndex, stream: SegmentStream, options: TableOptions) -> Draw:
+    """Return the function that draws the windows of steps; it refers to no gather or loader."""
+    span, history, batch = options.context_length, options.history, stream.rank_batch
+    most = max(PIECE // batch, 1)
+
+    def draw(first_step: int, steps: int) -> DrawnWindows:
+        pieces = []
+        for at in range(0, steps, most):
+            segments = stream.segments(first_step + at, min(most, steps - at))
+            episode, starts = segments.episodes.reshape(-1), segments.starts.reshape(-1)
+            real = np.minimum(episodes.lengths[episode] - starts, span)
+            pieces.append((episodes.offsets[episode] + starts, real, np.minimum(starts, history)))
+        columns = map(np.concatenate, zip(*pieces, strict=True))
+        return DrawnWindows(first_step * batch, *columns)
+
+    return draw

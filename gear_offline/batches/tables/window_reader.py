@@ -1,0 +1,286 @@
+"""Windows of steps out of shards: the parts of files they need, and the slots of their rows.
+
+One call brings many windows into their slots.  Parts of a file that lie less than `GAP_BYTES`
+apart are read together, in whole pages, past the page cache where the file system allows that.  So
+reads cost no memory but the buffer.  From there each window is copied to its slot.
+
+A read says nothing about digests, which cover blocks of 16 MiB.  So datasets are verified before.
+After each read, before its use, device, inode, size and times of the files must still be those from
+before the verification.
+
+Columns that take little of the budget are in memory whole; their windows are copied from there.
+
+Shape legend: N steps, n windows, s shards, K steps of a window, H rows of history in front, S
+slots, m rows.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+import numpy as np
+
+from gear_offline.batches.tables.fields import standard_fields
+from gear_offline.batches.tables.joint import Part
+from gear_offline.batches.tables.table import GroupPlan, TableOptions, private_rows, whole_pages
+from gear_offline.core.files import file_identity
+from gear_offline.core.types import Array, Int64Array, UInt8Array
+from gear_offline.data.dataset.shard import damage_error
+from gear_offline.kernels.columns import final_values
+
+PAGE_BYTES = mmap.PAGESIZE  # offsets, sizes and addresses of direct reads are multiples of this
+GAP_BYTES = 64 << 10  # a read takes about as long as this many bytes more
+SLICE_BYTES = 4 << 10  # windows from this size on are copied one by one
+COPY_BYTES = 256 << 10  # of smaller ones, copied together
+
+Lay = Callable[[UInt8Array], UInt8Array]  # (m, stored bytes) to (m, bytes of a row in a slot)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Places:
+    """Windows sorted by first step, with the slot of each; all fields are (n,) int64."""
+
+    low: Int64Array  # the window's first step, counted in the table
+    real: Int64Array  # its steps, without padding
+    before: Int64Array  # steps of its episode before it, which stacks of frames need
+    slots: Int64Array
+
+    def part(self, begin: int, end: int) -> Places:
+        """Return windows `begin` to `end`."""
+        return Places(**{name: values[begin:end] for name, values in vars(self).items()})
+
+
+def _read_directly(handle: int) -> None:
+    """Read past the page cache from here on, where system and file system can."""
+    with suppress(OSError):
+        flags = fcntl.fcntl(handle, fcntl.F_GETFL)
+        fcntl.fcntl(handle, fcntl.F_SETFL, flags | getattr(os, "O_DIRECT", 0))
+
+
+def read_pages(handle: int, memory: UInt8Array, begin: int, least: int, where: str) -> None:
+    """Fill `memory` from byte `begin` on, up to the end of the file.
+
+    A read may return fewer bytes than it asks for, as on network file systems.  Direct reads begin
+    at whole pages, so the next one begins at the last whole page, until `least` bytes are read.
+    """
+    got = 0
+    while got < least:
+        at = got - got % PAGE_BYTES
+        try:
+            count = os.preadv(handle, [memory.data[at:]], begin + at)
+        except OSError as error:
+            raise damage_error(f"cannot read: {error.strerror}", where) from error
+        if not count or (at + count <= got and begin + got >= os.fstat(handle).st_size):
+            raise damage_error(f"the file ends at byte {begin + got}, more were expected", where)
+        got = max(got, at + count)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Stored:
+    """A column in the shards' files: where its rows are, and how they become rows of slots."""
+
+    number: int  # of the column
+    history: int  # rows before a window that stacks need, H or 0
+    row_bytes: Int64Array  # (s,), of a step in each shard
+    offsets: Int64Array  # (s,), byte of each shard's first row
+    lay: Sequence[Lay | None]  # (s,): makes a slot's row of a stored one; None: equal
+
+
+class WindowReader:
+    """Copies windows to slots, from files or from columns that are in memory whole.
+
+    `whole` has an array (margin + N + margin, width) for each column in memory, None for each in
+    files.  Windows that begin in the same chunk of `chunk_steps` are read together.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[tuple[Part, int]],
+        plans: Sequence[GroupPlan],
+        resident: Sequence[Array | None],
+        options: TableOptions,
+        *,
+        chunk_steps: int,
+    ) -> None:
+        self._shards, self._chunk_steps = shards, chunk_steps
+        self._history, self._rows = options.history, options.margin
+        steps = [task.dataset.manifest.shards[number].steps for task, number in shards]
+        self._first_steps = np.cumsum([0, *steps])
+        self._resident, self._stored = list[tuple[int, UInt8Array]](), list[_Stored]()
+        widest = []
+        for number, (plan, rows) in enumerate(zip(plans, resident, strict=True)):
+            if rows is not None:
+                self._resident.append((number, rows.view(np.uint8)))
+            else:
+                self._stored.append(_find(number, plan, shards))
+                widest.append(max(plan.row_bytes, int(self._stored[-1].row_bytes.max())))
+        self._margin = _margin_bytes(widest, self._rows)
+        self._buffer_bytes = buffer_bytes(widest, self._rows, chunk_steps)
+
+    def buffer(self) -> UInt8Array:
+        """Return memory for `read`, of one thread, from a multiple of a page on."""
+        # NumPy asks for large pages from 4 MiB on; a disk reads into those with fewer commands.
+        return private_rows((self._buffer_bytes,), np.dtype(np.uint8))
+
+    def read(self, places: Places, targets: Sequence[Array], buffer: UInt8Array) -> None:
+        """Read windows into their slots.
+
+        Windows come in the order of their first steps.  A target has (S,) slots of H + K rows, as
+        void, of each column.  Row H is a window's first step.  Rows around the window, and around
+        its history where the column has one, are any.  The buffer is used for nothing else.
+        """
+        shard = self._first_steps.searchsorted(places.low, side="right") - 1
+        chunk = (places.low - self._first_steps[shard]) // self._chunk_steps
+        cuts = np.flatnonzero((np.diff(shard) != 0) | (np.diff(chunk) != 0)) + 1
+        for begin, end in pairwise([0, *cuts.tolist(), len(shard)]):
+            self._read_chunk(int(shard[begin]), places.part(begin, end), targets, buffer)
+
+    def _read_chunk(
+        self, shard: int, places: Places, targets: Sequence[Array], buffer: UInt8Array
+    ) -> None:
+        """Read the windows that begin in one chunk, near parts at once."""
+        low, ends = places.low, np.maximum.accumulate(places.low + places.real)
+        reads: list[tuple[int, int, int]] = []  # begin and end in the file, place in the buffer
+        starts: list[Int64Array] = []  # where in the buffer step 0 of the table would be
+        at = self._margin
+        for column in self._stored:
+            row_bytes = int(column.row_bytes[shard])
+            origin = int(column.offsets[shard] - self._first_steps[shard] * row_bytes)
+            first = low - np.minimum(places.before, column.history)
+            apart = np.flatnonzero((first[1:] - ends[:-1]) * row_bytes > GAP_BYTES)
+            heads, tails = np.append(0, apart + 1), np.append(apart, len(low) - 1)
+            begin, end = origin + first[heads] * row_bytes, origin + ends[tails] * row_bytes
+            begin -= begin % PAGE_BYTES
+            room = end - begin + -end % PAGE_BYTES
+            positions = at + np.cumsum(room) - room
+            at += int(room.sum())
+            reads += zip(begin.tolist(), end.tolist(), positions.tolist(), strict=True)
+            starts.append(np.repeat(origin + positions - begin, tails - heads + 1))
+        assert at + self._margin <= len(buffer), "the parts of a chunk have room"
+        self._fill(shard, reads, buffer)
+        row = low - self._history
+        for column, start in zip(self._stored, starts, strict=True):
+            begins = start + row * column.row_bytes[shard]
+            self._lay(column, shard, buffer, begins, places.slots, targets[column.number])
+        for number, rows in self._resident:
+            begins = (row + self._rows) * rows.shape[1]  # behind the margin
+            _copy(rows.reshape(-1), begins, places.slots, targets[number])
+
+    def _fill(self, shard: int, reads: Sequence[tuple[int, int, int]], buffer: UInt8Array) -> None:
+        """Read parts of a shard into the buffer, again if the file was touched meanwhile."""
+        task, number = self._shards[shard]
+        dataset, is_same = task.dataset, False
+        path = dataset.path / dataset.manifest.shards[number].name
+        while not is_same:
+            with open(dataset.open_shard(number), "rb", buffering=0) as file:
+                _read_directly(file.fileno())
+                for begin, end, position in reads:
+                    memory = buffer[position : position + whole_pages(end - begin)]
+                    read_pages(file.fileno(), memory, begin, end - begin, str(path))
+                is_same = file_identity(file.fileno()) == dataset.identities[number]
+
+    def _lay(
+        self,
+        column: _Stored,
+        shard: int,
+        buffer: UInt8Array,
+        begins: Int64Array,
+        slots: Int64Array,
+        target: Array,
+    ) -> None:
+        """Copy windows that begin at bytes `begins` of the buffer to their slots."""
+        lay = column.lay[shard]
+        if lay is None:
+            _copy(buffer, begins, slots, target)
+            return
+        stored = self._rows * int(column.row_bytes[shard])
+        windows, step = _windows(buffer, stored), max(COPY_BYTES // max(stored, target.itemsize), 1)
+        for at in range(0, len(begins), step):
+            chunk = slice(at, at + step)
+            rows = windows[begins[chunk]].view(np.uint8).reshape(-1, stored // self._rows)
+            # What lies around the rows of a window's episode may be any bits.
+            with np.errstate(invalid="ignore", over="ignore"):
+                target[slots[chunk]] = lay(rows).reshape(-1).view(target.dtype)
+
+
+def _find(number: int, plan: GroupPlan, shards: Sequence[tuple[Part, int]]) -> _Stored:
+    """Locate the rows of a column in the files."""
+    name, field = plan.only
+    assert name is not None, "what is in no file is in memory"
+    layouts = [
+        (shard.header_bytes + tensor.start, tensor.bytes // shard.steps)
+        for task, number in shards
+        for shard in [task.dataset.manifest.shards[number]]
+        for tensor in task.dataset.manifest.tensors(shard)
+        if tensor.name == name
+    ]
+    offsets, row_bytes = np.array(layouts, np.int64).T
+    lays = {task.name: _lay_of(plan, name, task) for task in {task for task, _ in shards}}
+    return _Stored(
+        number=number,
+        history=field.history,
+        row_bytes=row_bytes,
+        offsets=offsets,
+        lay=[lays[task.name] for task, _ in shards],
+    )
+
+
+def _lay_of(plan: GroupPlan, name: str, task: Part) -> Lay | None:
+    """Return the conversion of a part's stored rows to the table's; None: they are the same."""
+    column, single = task.dataset.spec[name], None
+    if plan.final:  # normalised by the moments of each task
+        single = standard_fields(task.dataset, normalize_states=True)[name]
+    elif (column.dtype, prod(column.shape)) == (plan.dtype, plan.width):
+        return None
+
+    def lay(stored: UInt8Array) -> UInt8Array:
+        values = stored.view(column.dtype).reshape(len(stored), *column.shape)
+        if single is not None:
+            values = final_values(values.reshape(len(values), *single.shape), single)
+        rows = np.zeros((len(stored), plan.width), plan.dtype)
+        flat = values.reshape(len(values), -1)
+        rows[:, : flat.shape[1]] = flat
+        return rows.view(np.uint8)
+
+    return lay
+
+
+def buffer_bytes(row_bytes: Sequence[int], rows: int, chunk_steps: int) -> int:
+    """Return the bytes of a buffer: a chunk's steps, `rows` around, whole pages, two margins."""
+    chunk = sum(whole_pages((chunk_steps + rows) * n) + 2 * PAGE_BYTES for n in row_bytes)
+    return chunk + 2 * _margin_bytes(row_bytes, rows)
+
+
+def _margin_bytes(row_bytes: Sequence[int], rows: int) -> int:
+    """Return the bytes in front of and behind a buffer, into which windows may reach."""
+    return whole_pages(rows * max(row_bytes, default=0))
+
+
+def _windows(buffer: UInt8Array, window: int) -> Array:
+    """Return one element for each byte of a buffer: the `window` bytes that begin there."""
+    dtype = np.dtype((np.void, window))
+    return np.ndarray((buffer.size - window + 1,), dtype, buffer.data, 0, (1,))
+
+
+def _copy(buffer: UInt8Array, begins: Int64Array, slots: Int64Array, target: Array) -> None:
+    """Copy windows that begin at bytes `begins` of a buffer to their slots.
+
+    NumPy lets other threads run while it copies large slices, or many items.
+    """
+    window = target.dtype.itemsize
+    if window >= SLICE_BYTES:
+        flat = target.view(np.uint8).reshape(len(target), window)
+        for begin, slot in zip(begins.tolist(), slots.tolist(), strict=True):
+            flat[slot] = buffer[begin : begin + window]
+        return
+    source = _windows(buffer, window)
+    step = max(COPY_BYTES // window, 1)
+    for at in range(0, len(begins), step):
+        target[slots[at : at + step]] = source[begins[at : at + step]]

@@ -1,0 +1,1 @@
+"""Data: readers of foreign formats, conversion, datasets of shards, export."""

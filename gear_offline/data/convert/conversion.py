@@ -1,0 +1,357 @@
+"""Convert a source to a dataset: bounded memory, all or nothing, the same bytes each time.
+
+The same source and options give the same bytes, for any number of workers.  Shards are planned
+from episode lengths alone, each is a function of its own rows, and parts are merged in order.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import chain
+from threading import Event
+from typing import Any
+
+import numpy as np
+
+from gear_offline.config.arguments import check_arguments
+from gear_offline.core.files import new_directory, write_file
+from gear_offline.core.parts import part_name
+from gear_offline.core.progress import Progress
+from gear_offline.core.text import say, texts
+from gear_offline.data.convert.doubts import (
+    doubt_actions,
+    doubt_episodes,
+    doubt_last_rows,
+    doubt_order,
+    observation_pairs,
+    refuse_encoded,
+)
+from gear_offline.data.convert.edits import Edits, options_text
+from gear_offline.data.convert.record import (
+    compare_mapped,
+    digest_file,
+    make_manifest,
+    name_environment,
+)
+from gear_offline.data.convert.shards import (
+    REWARDS,
+    Plan,
+    Written,
+    shard_bounds,
+    write_in_processes,
+    write_shards,
+)
+from gear_offline.data.dataset.dataset import with_shards
+from gear_offline.data.dataset.inspect import summary
+from gear_offline.data.dataset.manifest import (
+    MANIFEST_NAME,
+    MAX_BLOCK_BYTES,
+    MIN_BLOCK_BYTES,
+    Manifest,
+    SourceFile,
+    is_only_dataset,
+)
+from gear_offline.data.dataset.schema import ColumnSpec, TableSpec
+from gear_offline.data.dataset.scores import known_scores
+from gear_offline.data.dataset.shard import RESERVED_NAMES
+from gear_offline.data.sources.base import Source, SourceInfo
+from gear_offline.data.sources.columns import kinds_of, split_names
+from gear_offline.data.sources.combine import pick_episodes
+from gear_offline.data.sources.edit import EpisodeFunction
+from gear_offline.data.sources.flags import PADDED
+from gear_offline.data.sources.flat import REQUIRED
+from gear_offline.errors import InputError, check_environment_id, given_path
+
+SHARD_BYTES = 256 << 20
+BLOCK_BYTES = 16 << 20
+MAX_WIDTH = 2 << 20  # numbers a step: the statistics of each take 90 bytes of a manifest
+
+
+@check_arguments()
+def convert(
+    source: str | os.PathLike[str] | Source,
+    out: str | os.PathLike[str],
+    *,
+    rule: str | None = None,
+    ends: str | None = None,
+    shift: Mapping[str, int] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    block_bytes: int = BLOCK_BYTES,
+    workers: int = 1,
+    ray: str | None = None,
+    columns: Sequence[str] | None = None,
+    discrete: Sequence[str] = (),
+    rename: Mapping[str, str] | None = None,
+    map: str | EpisodeFunction | None = None,
+    where: str | None = None,
+    allow_nonfinite: bool = False,
+    overwrite: bool = False,
+    environment: str | None = None,
+    environment_options: Mapping[str, Any] | None = None,
+    reference: str | None = None,
+    quiet: bool = False,
+) -> Manifest:
+    """Convert `source` to a dataset directory at `out`.
+
+    Parameters
+    ----------
+    source
+        What `gear_offline.open_source` understands, or an open source (left open), such as
+        `from_episodes`, `from_arrays`, `join_sources` and `pick_episodes` make.
+    out
+        Directory to make.  It appears when it is complete; a run that fails or is killed leaves
+        what was there before.
+    rule
+        Boundary rule, when the one that the source's format implies is wrong.
+    ends
+        Column that tells where episodes are: ``starts:NAME`` has the rows at which they start,
+        ``ends:NAME`` those behind their last ones, ``lengths:NAME`` their lengths, ``ids:NAME`` a
+        number of each row's episode; ``first:NAME`` marks first rows, ``last:NAME=2`` last ones by
+        a value.  More are joined by ``|``.
+    shift
+        By column, how many rows too late it is stored: ``{"actions": 1, "rewards": 1}`` where a
+        row's action led to it.  The last rows of episodes go, flags come with them.
+    shard_bytes
+        Target size of a shard.  Shards hold whole episodes; a longer episode gets its own shard.
+    block_bytes
+        Bytes per digest.
+    workers
+        Processes that write different shards; more than 1 needs `source` as a path or name.
+    ray
+        Address of a Ray cluster, such as ``"auto"``: shards are written by tasks there, as many at
+        a time as there are CPUs, or `workers` of more than 1.  All nodes see this directory, the
+        source and `out`.
+    columns
+        Columns to keep, default all; `rewards` is always kept.  ``NEW=OLD`` takes a column, or a
+        dataset or group of an HDF5 file, under another name; ``NEW=OLD+OLD`` puts several side by
+        side.
+    discrete
+        Columns of whole numbers in a float dtype that are stored as int32: ``["actions"]`` makes
+        numbers of actions discrete actions.
+    rename
+        New name of columns, or of groups, by the old one; all others stay.  `columns` may have
+        either name.
+    map
+        Function that gets an episode, column name to (T, *shape), and returns columns in place of
+        those of their names, or more, T rows each and the same dtype and shape in every episode.
+        It may be called more than once for an episode.  As text ``module:function`` or
+        ``FILE.py:function``, which several workers need.
+    where
+        Expression that tells which episodes to keep, of what `map` made: of ``return``,
+        ``length``, ``terminated``, ``truncated``, ``episode`` (its number) and columns that do not
+        change in any episode, e.g. ``"return > 1000 and not truncated"``.
+    allow_nonfinite
+        Accept NaN and infinities; statistics leave them out.
+    overwrite
+        Replace an existing dataset once the new one is complete.
+    environment, environment_options, reference
+        Gymnasium id, what `gymnasium.make` takes besides, and D4RL name of the reference scores,
+        when the source does not say them.
+    quiet
+        Show no progress, summary or warnings. The manifest keeps the warnings for `inspect`.
+
+    Returns
+    -------
+    Manifest
+        What was written.
+
+    Raises
+    ------
+    InputError
+        ``USAGE`` for options, and if `map` raises; ``SELECTION`` if `where` keeps nothing;
+        ``COLUMN`` (missing, illegal, NaN, ...), ``SOURCE_LAYOUT``,
+        ``SOURCE_READ``, ``SOURCE_CHANGED`` and the source's own; ``ENVIRONMENT``;
+        ``OUTPUT_EXISTS``, ``OUTPUT_WRITE``.
+    GearError
+        ``OUTPUT_WRITE``; ``WORKER_LOST`` when a worker process died.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import gear_offline as go
+    >>> from gear_offline import convert
+    >>> ones, steps = np.ones((12, 1), np.float32), np.arange(12, dtype=np.float32)
+    >>> columns = {"observations": steps[:, None] * [1, -1, 0] + ones, "actions": 0 * ones}
+    >>> columns |= {"rewards": ones[:, 0], "terminals": steps == 6, "timeouts": steps == 11}
+    >>> manifest = convert(go.from_arrays(columns), "tiny", quiet=True)
+    >>> manifest.spec.steps, manifest.spec.episodes
+    (12, 2)
+    """
+    check_environment_id(environment := part_name(environment), where="environment")
+    target = given_path(out, "OUTPUT_WRITE", where="out")
+    path = None if isinstance(source, Source) else source
+    is_parallel = workers > 1 or ray is not None
+    can_reopen = path is not None and isinstance(map, str | None)  # in any process
+    _check_options(shard_bytes, block_bytes, workers, usable=can_reopen or not is_parallel)
+    edits = Edits.parse(columns, rename or {}, shift or {}, map, where)
+    if path is None and (rule or ends):
+        remedy = "give rule to from_arrays or open_source"
+        raise InputError("USAGE", "rule and ends come too late for an open source", "", remedy)
+    rule = "|".join(filter(None, [ends, rule])) if ends is not None else rule
+    scores = None if reference is None else known_scores(reference)
+    with ExitStack() as stack:
+        if isinstance(source, Source):
+            opened = edits.name_columns(source)
+        else:
+            opened = stack.enter_context(edits.open(source, rule))
+            if (named := edits.name_hidden(opened)) != edits:
+                edits, opened = named, stack.enter_context(named.open(source, rule))
+        if opened.info.format != "gear":  # of which it was said when they were made
+            opened.warn(*doubt_episodes(opened, is_shifted=shift is not None))
+        shifted = edits.shift_rows(opened)
+        edits = edits.choose_episodes(opened, shifted)
+        edited = edits.edit_episodes(shifted)
+        if REWARDS not in edited.spec:
+            name = "next.success" if "next.success" in edited.spec else "NAME"
+            lost = "no rewards, so no returns: goals and cloning need none"
+            edited.warn(f"{lost}; --rename {name}=rewards takes a column")
+        if path is not None:
+            _check_required(edited, edits)
+        chosen = edits.chosen_episodes
+        has_last = chosen is None or bool(chosen[-1])
+        stored = _pick_columns(edited, edits.columns, discrete)
+        refuse_encoded(edited, stored)
+        edited.warn(*doubt_last_rows(shifted, has_last))
+        chosen_options = options_text(columns=columns, rule=rule, discrete=discrete)
+        info = edited.info = _describe(edited, edits, stored, chosen_options)
+        replaceable = is_only_dataset if overwrite else lambda path: False
+        folder = stack.enter_context(new_directory(target, replaceable=replaceable))
+        plan = Plan(
+            spec=edited.spec,
+            columns=stored,
+            bounds=shard_bounds(edited.episodes, stored, shard_bytes=shard_bytes),
+            block_bytes=block_bytes,
+            allow_nonfinite=allow_nonfinite,
+            folder=folder,
+        )
+        reopened = (path, rule, edits) if path is not None and is_parallel else None
+        written, files = _write(edited, plan, reopened, workers, ray, quiet=quiet)
+        if len({file.digest for file in files}) < len(files) and "parts" in info.attributes:
+            edited.warn("files of the same content: episodes are there twice, which audit names")
+        recorded = name_environment(info, environment, environment_options, scores)
+        manifest = make_manifest(edited, plan, written, files, recorded)
+        made, facts = with_shards(folder, manifest), dict(manifest.source.attributes)
+        if map is not None:
+            facts |= compare_mapped(
+                shifted if chosen is None else pick_episodes(shifted, chosen), made
+            )
+        # what was written is read faster than what it was made of
+        is_there = map is None and len(observation_pairs(made)) == len(observation_pairs(shifted))
+        if note := doubt_order(made if is_there else shifted):
+            facts["warnings"] = [*texts(facts.get("warnings")), note]
+        record = manifest.source.model_copy(update={"attributes": facts})
+        manifest = manifest.replace_fields(source=record)
+        lines = [*summary(manifest), *doubt_actions(made)]
+        write_file(folder / MANIFEST_NAME, manifest.encode())
+    for line in lines:
+        say(line, quiet=quiet)
+    return manifest
+
+
+def _write(
+    source: Source,
+    plan: Plan,
+    reopened: tuple[str | os.PathLike[str], str | None, Edits] | None,
+    workers: int,
+    ray: str | None,
+    *,
+    quiet: bool,
+) -> tuple[list[Written], list[SourceFile]]:
+    """Write the shards, in processes where the source is `reopened`, and digest the files."""
+    info, stopped = source.info, Event()
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(max_workers=1))
+        stack.callback(stopped.set)
+        digests = [pool.submit(digest_file, file, stopped) for file in info.files]
+        total = source.spec.steps * sum(c.step_bytes for c in plan.columns)
+        progress = Progress(f"convert {info.uri}", total=total, unit="bytes", quiet=quiet)
+        advance = stack.enter_context(progress).advance
+        if reopened is not None and plan.shards > 1:
+            written = write_in_processes(*reopened, plan, workers, ray, advance)
+        else:
+            written = write_shards(source, range(plan.shards), plan, advance)
+        files = [future.result() for future in digests]
+    for file in info.files:
+        file.open().close()  # refuses one that has changed
+    return written, files
+
+
+def _check_options(shard_bytes: int, block_bytes: int, workers: int, *, usable: bool) -> None:
+    blocks = range(MIN_BLOCK_BYTES, MAX_BLOCK_BYTES + 1, MIN_BLOCK_BYTES)
+    block_text = f"give a multiple of {MIN_BLOCK_BYTES} up to {MAX_BLOCK_BYTES}"
+    source = "give at least 1; more, and Ray, need the source as a path or name, and map as text"
+    for fits, what, remedy in (
+        (shard_bytes >= 1, f"shard_bytes is {shard_bytes}", "give at least 1"),
+        (block_bytes in blocks, f"block_bytes is {block_bytes}", block_text),
+        (workers >= 1 and usable, f"workers={workers} cannot be used with this source", source),
+    ):
+        if not fits:
+            raise InputError("USAGE", what, remedy=remedy)
+
+
+def _check_required(source: Source, edits: Edits) -> None:
+    """Refuse a source without observations or actions, unless columns, or new names, leave them."""
+    groups = {name.split("/")[0] for name in (*kinds_of(source), *dict(edits.names).values())}
+    lacking = [name for name in REQUIRED if name not in groups]
+    if lacking and edits.columns is None and source.info.format != "gear":
+        made = "map made" if edits.function is not None else "there are"
+        what = f"{made} no {' and no '.join(lacking)}"
+        remedy = f"return them from map, or name others: --rename NAME={lacking[0]}, --columns"
+        raise InputError("COLUMN", what, source.info.uri, remedy)
+
+
+def _describe(
+    source: Source, edits: Edits, stored: Sequence[ColumnSpec], options: list[str]
+) -> SourceInfo:
+    """Return what the manifest says of the source: its edits and options, without other columns."""
+    info = source.info
+    if notes := edits.describe():
+        info = info.with_facts(edits=[*texts(info.attributes.get("edits")), *notes])
+    if options:
+        info = info.with_facts(options=options)
+    if edits.columns is None:
+        return info
+    names = dict(edits.names)
+    kept = {part for c in stored for part in (c.name, *split_names(names.get(c.name, c.name)))}
+    pattern = re.compile(r"(?:.*: )?column (\S+): |.* is the column (\S+)$")
+    matches = [(note, pattern.match(note)) for note in info.attributes.get("warnings", ())]
+    notes = [note for note, match in matches if not match or (match[1] or match[2]) in kept]
+    return info.with_facts(warnings=notes, left_out={})
+
+
+def _pick_columns(
+    source: Source, names: Sequence[str] | None, discrete: Sequence[str]
+) -> tuple[ColumnSpec, ...]:
+    """Return the columns to keep as they are stored: of `discrete` ones int32."""
+    spec, uri = source.spec, source.info.uri
+    if spec.episodes < 1 or spec.steps < 1:
+        raise InputError("SOURCE_LAYOUT", "the source has no episodes", where=uri)
+    # A name that no column has stands for those below it: observations for observations/camera.
+    below = {n: [c.name for c in spec if c.name.startswith(f"{n}/")] for n in names or ()}
+    kept = [[spec[n].name] if n in spec or not parts else parts for n, parts in below.items()]
+    wanted = {REWARDS, *chain(*kept)}
+    picked = tuple(c for c in spec if names is None or c.name in wanted)
+    for column in picked:
+        if column.name.casefold() in RESERVED_NAMES:
+            what = f"the name {column.name!r} is reserved for the shards' own tensors"
+            raise InputError("COLUMN", what, uri, "rename the column, or leave it out")
+        if column.name == REWARDS and (math.prod(column.shape) != 1 or column.dtype.kind == "c"):
+            what = f"rewards are {column.dtype} of per-step shape {column.shape}"
+            raise InputError("COLUMN", what, uri, f"store one real number per step{PADDED}")
+    width = sum(math.prod(c.shape) for c in picked)
+    if width > MAX_WIDTH:
+        widest = max(picked, key=lambda c: math.prod(c.shape)).name
+        what, remedy = f"{width:,} numbers a step", f"leave out wide columns: at most {MAX_WIDTH:,}"
+        raise InputError("COLUMN", what, f"column {widest}", remedy)
+    table = TableSpec(columns=picked, steps=1, episodes=1)
+    floats = [name for name in discrete if table[name].dtype.kind == "f"]
+    return tuple(replace(c, dtype=np.dtype("i4")) if c.name in floats else c for c in picked)
+
+
+# the manifest --------------------------------------------------------------------------------

@@ -1,0 +1,192 @@
+"""The record of a conversion: source, its files, the environment, and what was edited."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from gear_offline.config.environment_options import typed_options
+from gear_offline.core.parts import is_same
+from gear_offline.core.text import texts
+from gear_offline.core.types import Array
+from gear_offline.data.convert.shards import REWARDS, Plan, Written
+from gear_offline.data.dataset.dataset import Dataset
+from gear_offline.data.dataset.manifest import (
+    MANIFEST_NAME,
+    Endings,
+    Manifest,
+    RecordedEnvironment,
+    SourceFile,
+    SourceRecord,
+)
+from gear_offline.data.dataset.scores import ReferenceScores, RewardEdit, find_edit, find_scores
+from gear_offline.data.dataset.shard import digest
+from gear_offline.data.dataset.statistics import distribution
+from gear_offline.data.sources.base import Source, SourceInfo
+from gear_offline.data.sources.flat import REQUIRED
+from gear_offline.data.sources.input_files import InputFile
+from gear_offline.data.sources.uri import place_of
+from gear_offline.errors import InputError
+
+BLOCK_STEPS = 1 << 20  # of rewards that are compared, at a time
+MAX_FACT_CHARS = 4096  # of each attribute of a source in the manifest
+
+
+def make_manifest(
+    source: Source,
+    plan: Plan,
+    written: Sequence[Written],
+    files: list[SourceFile],
+    environment: RecordedEnvironment,
+) -> Manifest:
+    """Return the manifest of shards that were written."""
+    info, moments = source.info, written[0].moments
+    for part in written[1:]:
+        for name, more in part.moments.items():
+            moments[name].merge(more)
+    terminated, truncated = int(source.terminated.sum()), int(source.truncated.sum())
+    return Manifest(
+        episodes=source.spec.episodes,
+        steps=source.spec.steps,
+        block_bytes=plan.block_bytes,
+        columns=list(plan.columns),
+        statistics={c.name: moments[c.name].result() for c in plan.columns},
+        returns=distribution(np.concatenate([part.returns for part in written])),
+        lengths=distribution(source.episodes.lengths, integers=True),
+        endings=Endings(terminated=terminated, truncated=truncated),
+        environment=environment,
+        source=SourceRecord(
+            uri=info.uri,
+            format=info.format,
+            rule=info.rule,
+            files=files,
+            digest=digest("".join(file.digest for file in files).encode()) if files else None,
+            attributes={str(k): _shorten_fact(value) for k, value in info.attributes.items()},
+        ),
+        shards=[part.record for part in written],
+    )
+
+
+def name_environment(
+    info: SourceInfo,
+    environment: str | None,
+    options: Mapping[str, Any] | None,
+    scores: ReferenceScores | None,
+) -> RecordedEnvironment:
+    """Return the environment that the caller names, or the source; with its reference scores."""
+    for name in (info.reference_name, environment, info.environment_id):
+        scores = scores or info.scores or (find_scores(name) if name else None)
+    known = info.environment_id if environment else None
+    how = info.environment_options if known is None or is_same(environment, known) else {}
+    if options is not None:
+        how = typed_options(options)
+    name = environment or info.environment_id
+    return RecordedEnvironment(id=name, options=dict(how), reference_scores=scores)
+
+
+def compare_mapped(before: Source, made: Dataset) -> dict[str, Any]:
+    """Name the columns of an environment that `map` changed, and the edits of rewards."""
+
+    def same(name: str) -> bool:
+        rows, steps = before.preferred_rows(name), made.spec.steps
+        blocks = ((start, min(start + rows, steps)) for start in range(0, steps, rows))
+        return all(np.array_equal(before.read(name, *b), made.read(name, *b)) for b in blocks)
+
+    kept = [c.name for c in made.spec if c.name in before.spec and before.spec[c.name] == c]
+    mapped = {n for n in REQUIRED if n in made.spec and not (n in kept and same(n))}
+    mapped |= {*texts(before.info.attributes.get("mapped"))}
+    rewards = {"reward_edits": _reward_edits(before, made)} if REWARDS in made.spec else {}
+    return {"mapped": sorted(mapped), **rewards}
+
+
+def _reward_edits(before: Source, made: Dataset) -> list[Any]:
+    """Return the edits of rewards, with that of a function; null where no step tells it."""
+    edits = list(before.info.attributes.get("reward_edits", ()))
+    if REWARDS not in before.spec or before.spec[REWARDS].dtype.kind == "c":
+        return [*edits, None]
+    ends = made.episodes.offsets[1:] - 1  # after which nothing is asked
+
+    def blocks() -> Iterator[tuple[Array, Array]]:
+        for start in range(0, made.spec.steps, BLOCK_STEPS):
+            stop = min(start + BLOCK_STEPS, made.spec.steps)
+            inside = ~np.isin(np.arange(start, stop), ends)
+            rows, edited = (data.read(REWARDS, start, stop) for data in (before, made))
+            yield rows.reshape(-1)[inside].astype("f8"), edited.reshape(-1)[inside].astype("f8")
+
+    edit = find_edit(blocks())
+    return edits if edit == RewardEdit() else [*edits, edit and edit.model_dump()]
+
+
+def digest_file(file: InputFile, stop: Event) -> SourceFile:
+    """Read a file of the source and digest it; refuse one that changes meanwhile."""
+    xxh3, buffer = xxhash.xxh3_128(), memoryview(bytearray(256 << 10))
+    try:
+        with file.open() as opened:
+            while not stop.is_set() and (count := opened.readinto(buffer)):
+                xxh3.update(buffer[:count])
+    except OSError as error:
+        what = f"cannot read the source: {error.strerror or error}"
+        raise InputError("SOURCE_READ", what, file.path.name, "check the file") from error
+    return SourceFile(name=file.path.name, bytes=file.identity[2], digest=str(xxh3.hexdigest()))
+
+
+def find_changes(source: str, dataset: Dataset) -> Iterator[str]:
+    """Yield changes of the files of a `source`, as far as they are on this machine.
+
+    A file is digested only if it has its size and was written to after the dataset was.
+    """
+    place, written = place_of(source), (dataset.path / MANIFEST_NAME).stat()
+    recorded = dataset.manifest.source.files
+    if place is None or not recorded:
+        return
+    sizes = {(file.name, file.bytes) for file in recorded}
+    names = {name for name, _ in sizes}
+    kinds = {Path(name).suffix for name in names}
+    files = [place] if place.is_file() else sorted(place.rglob("*"))
+    there = {(file.name, file.stat().st_size) for file in files}  # of one name may be several
+    for name in sorted(names - {file.name for file in files}) if place.is_dir() else ():
+        yield f"{name} is gone"
+    for file in files:
+        status = file.stat()
+        is_newer = max(status.st_mtime_ns, status.st_ctime_ns) >= written.st_mtime_ns
+        if not file.is_file() or file.suffix not in kinds:
+            continue
+        if file.name not in names:
+            if is_newer:
+                yield f"{file.name} is new"
+        elif (file.name, status.st_size) not in sizes:
+            if any(name == file.name for name, _ in sizes - there):
+                yield f"{file.name} has {status.st_size:,} bytes now"
+        elif is_newer and (now := digest_file(InputFile.find(file), Event())) not in recorded:
+            yield f"{file.name} has another content now (xxh3-128:{now.digest})"
+
+
+def _shorten_fact(value: Any) -> Any:
+    """Return `value` as JSON; where it is long the beginning of it, up to `MAX_FACT_CHARS`."""
+    text = json.dumps(value, default=_encode_fact, skipkeys=True)
+    plain = json.loads(text, parse_constant=str)
+    if len(text) <= MAX_FACT_CHARS:
+        return plain
+    if not isinstance(plain, dict | list):
+        return str(plain)[:MAX_FACT_CHARS]
+    entries = list(plain.items()) if isinstance(plain, dict) else plain
+    ends = np.cumsum([len(json.dumps(entry)) + 2 for entry in entries])
+    kept = entries[: int(np.searchsorted(ends, MAX_FACT_CHARS - 40))]
+    more = len(entries) - len(kept)
+    if isinstance(plain, dict):
+        return dict([*kept, ("and more", more)])
+    return [*kept, f"and {more} more"]
+
+
+def _encode_fact(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        value = f"{value.dtype} {list(value.shape)}" if value.ndim else value.item()
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    return value if isinstance(value, int | float) else str(value)

@@ -1,0 +1,538 @@
+"""Open a dataset of GEAR shards, verify it, know its episodes, read rows across shards.
+
+Shape legend: N steps, E episodes, T steps of an episode.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Never, SupportsIndex, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from gear_offline.config.arguments import check_arguments
+from gear_offline.core.files import FileIdentity, file_identity
+from gear_offline.core.hub import card, fetch, is_hub, put
+from gear_offline.core.system import usable_cores
+from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
+from gear_offline.data.dataset.manifest import (
+    MANIFEST_NAME,
+    Admission,
+    Manifest,
+    ShardRecord,
+    read_admissions,
+)
+from gear_offline.data.dataset.schema import EpisodeIndex, TableSpec, chosen_episodes
+from gear_offline.data.dataset.scores import ReferenceScores, RewardEdit
+from gear_offline.data.dataset.shard import (
+    DIGEST_CHARS,
+    EPISODE_COLUMNS,
+    BlockDigests,
+    TensorLayout,
+    byte_view,
+    damage_error,
+    encode_header,
+    open_member,
+    read_exactly,
+    stored_form,
+)
+from gear_offline.data.dataset.statistics import ColumnStatistics, Moments, distribution
+from gear_offline.errors import InputError, given_path
+
+PIECE_BYTES = 1 << 20  # read and digested while it is in the cache
+RUN_BYTES = 16 << 20  # episodes that follow each other are read together up to this
+MAX_THREADS = 8  # that verify shards
+
+Columns = dict[str, Array]
+OnProgress = Callable[[int], None]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class Dataset:
+    """A dataset on disk.  Holds no open file: it can be sent to other processes.
+
+    ``dataset[3]`` is an episode, column name to (T, *shape); ``len(dataset)`` counts episodes, and
+    a loop goes over them.
+
+    Attributes
+    ----------
+    path
+        Dataset directory.
+    manifest
+        What it says about itself.
+    episodes
+        Episode index over all steps.
+    terminated, truncated
+        (E,) bool, how each episode ended.
+    returns
+        (E,) float64, undiscounted sum of `rewards` of each episode; NaN where the data have none.
+    verified_shards
+        Number of shards, from the first one on, whose blocks were all compared with their digests.
+    identities
+        Identity of each shard's file, from before anything of it was read.
+    admissions
+        How many pieces were admitted to it since it was converted.
+    frozen
+        Whether its statistics stay those of the shards before the first admission.
+    """
+
+    path: Path
+    manifest: Manifest
+    episodes: EpisodeIndex
+    terminated: BoolArray
+    truncated: BoolArray
+    returns: Float64Array
+    verified_shards: int
+    identities: list[FileIdentity] = field(repr=False)
+    admissions: int = 0
+    frozen: bool = False
+
+    def __repr__(self) -> str:
+        return f"Dataset({str(self.path)!r}: {self.spec})"
+
+    @property
+    def spec(self) -> TableSpec:
+        """Columns, steps and episodes."""
+        return self.manifest.spec
+
+    @cached_property
+    def statistics(self) -> Mapping[str, ColumnStatistics]:
+        """Per column: count, mean, std, min and max over all steps; measured where it has grown."""
+        if self.frozen or not self.admissions:
+            return self.manifest.statistics
+        return _MeasuredStatistics(self)
+
+    @property
+    def environment_id(self) -> str | None:
+        """Gymnasium id of the environment, ``None`` when unknown."""
+        return self.manifest.environment.id
+
+    @property
+    def environment_options(self) -> dict[str, Any]:
+        """Keyword arguments of the environment, as `gymnasium.make` takes them."""
+        return self.manifest.environment.options
+
+    @property
+    def reference_scores(self) -> ReferenceScores | None:
+        """Scores of a random and an expert policy, ``None`` when unknown."""
+        return self.manifest.environment.reference_scores
+
+    @property
+    def reward_edits(self) -> tuple[RewardEdit, ...] | None:
+        """Edits of the environment's rewards; None: no step tells them."""
+        edits = self.manifest.source.attributes.get("reward_edits", ())
+        try:
+            return tuple(map(RewardEdit.model_validate, edits))
+        except (TypeError, ValueError):
+            return None
+
+    @property
+    def verified(self) -> bool:
+        """True once every block of every shard has been compared with its digest."""
+        return self.verified_shards == len(self.manifest.shards)
+
+    @cached_property
+    def first_steps(self) -> Int64Array:
+        """(shards + 1,) int64: first step of each shard in the dataset, and N at the end."""
+        firsts = np.cumsum([0, *(s.steps for s in self.manifest.shards)], dtype=np.int64)
+        firsts.setflags(write=False)
+        return firsts
+
+    if not TYPE_CHECKING:  # which finds such names itself
+
+        def __getattr__(self, name: str) -> Never:
+            what = f"{type(self).__name__!r} object has no attribute {name!r}"
+            manifest = vars(self).get("manifest")  # a copy is made without it
+            if manifest is not None and name in (column.name for column in manifest.spec):
+                what += f": the column is column({name!r}), of an episode dataset[0][{name!r}]"
+            raise AttributeError(what)
+
+    def read(self, column: str, start: int, stop: int) -> Array:
+        """Return rows ``[start, stop)`` of `column` in memory of their own, digests unread.
+
+        Parameters
+        ----------
+        column
+            A column of the source.
+        start, stop
+            Steps of the whole dataset, ``0 <= start <= stop <= N``.
+
+        Returns
+        -------
+        ndarray
+            (stop - start, *shape), the column's dtype.
+
+        Raises
+        ------
+        InputError
+            ``COLUMN``; ``SELECTION`` for other steps; ``DATASET_DAMAGED``.
+        """
+        spec = self.spec[column]
+        if not 0 <= start <= stop <= self.spec.steps:
+            what = f"steps [{start}, {stop}) are not in [0, {self.spec.steps})"
+            raise InputError("SELECTION", what, where=f"column {column}")
+        dtype, shape = stored_form(spec)
+        rows = np.empty((stop - start, *shape), dtype)
+        begin = int(np.searchsorted(self.first_steps, start, side="right")) - 1
+        for shard in range(begin, int(np.searchsorted(self.first_steps, stop))):
+            first, end = self.first_steps[shard : shard + 2].tolist()
+            low, high = max(start, first), min(stop, end)
+            tensor, record = self._tensor(shard, column), self.manifest.shards[shard]
+            data = byte_view(rows[low - start : high - start])
+            offset = record.header_bytes + tensor.start + (low - first) * spec.step_bytes
+            with open(self.open_shard(shard), "rb") as file:
+                read_exactly(file.fileno(), data, offset, where=self.path / record.name)
+        return rows.view(spec.dtype).reshape(stop - start, *spec.shape)
+
+    def stream(
+        self, shard: int, column: str, *, chunk_bytes: int = 8 << 20
+    ) -> Iterator[tuple[int, Array]]:
+        """Iterate over the rows of one column in one shard, in order, and compare its digests.
+
+        Yields
+        ------
+        step, rows
+            First step of the chunk in the whole dataset, and (n, *shape) of the column's dtype, at
+            most `chunk_bytes` or one row.  The memory of `rows` is used again for the next chunk.
+            What was made of them counts only once the iteration has ended without an error
+            (``DATASET_DAMAGED`` once a block does not match its digest).
+        """
+        spec, tensor = self.spec[column], self._tensor(shard, column)
+        step = int(self.first_steps[shard])
+        rows = min(max(1, chunk_bytes // spec.step_bytes), tensor.shape[0])
+        buffer = np.empty((rows, *tensor.shape[1:]), tensor.dtype)
+        with open(self.open_shard(shard), "rb") as file:
+            record = self.manifest.shards[shard]
+            for count in _stream(file, self.path, self.manifest, record, tensor, buffer):
+                yield step, buffer[:count].view(spec.dtype).reshape(count, *spec.shape)
+                step += count
+
+    def column(self, name: str) -> Array:
+        """Return a whole column, (N, *shape), in memory of its own; its digests are compared."""
+        spec = self.spec[name]
+        values = np.empty((self.spec.steps, *spec.shape), spec.dtype)
+        for shard in range(len(self.manifest.shards)):
+            for step, rows in self.stream(shard, name):
+                values[step : step + len(rows)] = rows
+        return values
+
+    def __len__(self) -> int:
+        """Return E, the number of episodes."""
+        return self.episodes.episodes
+
+    @overload
+    def __getitem__(self, number: SupportsIndex) -> Columns: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> list[Columns]: ...
+
+    def __getitem__(self, number: SupportsIndex | slice) -> Columns | list[Columns]:
+        """Return an episode as `episode` does, or a list of them; -1 is the last one."""
+        try:
+            which = range(len(self))[number]
+        except IndexError:
+            raise IndexError(f"episode {number} of {len(self)}") from None
+        except TypeError as error:
+            what = f"episodes have numbers, not {number!r}; whole columns: column(name)"
+            raise TypeError(what) from error
+        if isinstance(which, int):
+            return self.episode(which)
+        return list(self.iter_episodes(which)) if which else []
+
+    def __iter__(self) -> Iterator[Columns]:
+        """Iterate over all episodes as `iter_episodes` does."""
+        return self.iter_episodes()
+
+    def episode(self, number: int, *, columns: Sequence[str] | None = None) -> Columns:
+        """Return one episode, ``0 <= number < E``, as `iter_episodes` does."""
+        return next(self.iter_episodes([number], columns=columns))
+
+    def iter_episodes(
+        self, which: npt.ArrayLike | None = None, *, columns: Sequence[str] | None = None
+    ) -> Iterator[Columns]:
+        """Iterate over episodes, each in memory of its own: column name to (T, *shape).
+
+        Parameters
+        ----------
+        which
+            Numbers of episodes, each at most once, or (E,) bool; default all.
+        columns
+            Columns to read, default all.
+
+        Raises
+        ------
+        InputError
+            ``SELECTION`` if there is no such episode, and those of `read`.
+        """
+        for run, rows in self.iter_runs(which, columns=columns):
+            bounds = self.episodes.offsets[run[0] : run[-1] + 2] - self.episodes.offsets[run[0]]
+            for begin, end in pairwise(bounds.tolist()):
+                # Copies: holding one episode must not hold all that were read with it.
+                yield {name: together[begin:end].copy() for name, together in rows.items()}
+
+    def iter_runs(
+        self, which: npt.ArrayLike | None = None, *, columns: Sequence[str] | None = None
+    ) -> Iterator[tuple[Int64Array, Columns]]:
+        """Iterate over runs of episodes that follow each other: their numbers, and all their rows.
+
+        A run's widest column takes `RUN_BYTES`, or one episode; parameters and errors are those of
+        `iter_episodes`.
+        """
+        numbers = np.arange(len(self)) if which is None else chosen_episodes(which, len(self))
+        names = [c.name for c in self.spec] if columns is None else list(columns)
+        most = max(1, RUN_BYTES // max((self.spec[n].step_bytes for n in names), default=1))
+        offsets = self.episodes.offsets
+        groups = offsets[numbers] // most
+        cuts = np.flatnonzero((np.diff(numbers) != 1) | (np.diff(groups) != 0)) + 1
+        for run in np.split(numbers, cuts):
+            begin, end = int(offsets[run[0]]), int(offsets[run[-1] + 1])
+            yield run, {name: self.read(name, begin, end) for name in names}
+
+    def verify(self, *, on_progress: OnProgress = lambda n: None) -> Dataset:
+        """Return the dataset with every block of every shard compared with its digest, once.
+
+        Parameters
+        ----------
+        on_progress
+            Called with the number of bytes checked, from several threads.
+
+        Raises
+        ------
+        InputError
+            ``DATASET_DAMAGED`` at the first damage: names file, tensor and block.
+        """
+        if self.verified:
+            return self
+
+        def check(shard: int) -> None:
+            with open(self.open_shard(shard), "rb") as file:
+                self._compare(shard, file, on_progress)
+
+        unread = range(self.verified_shards, len(self.manifest.shards))
+        with ThreadPoolExecutor(min(MAX_THREADS, usable_cores())) as pool:
+            list(pool.map(check, unread))  # an error cancels
+        return self.as_verified()
+
+    def as_verified(self) -> Dataset:
+        """Return the dataset as one that another process of this node has verified."""
+        return replace(self, verified_shards=len(self.manifest.shards))
+
+    def push_to_hub(self, name: str, *, private: bool = False) -> str:
+        """Put the dataset on the Hugging Face Hub, every block compared first; return its address.
+
+        `name` is ``USER/NAME``, made (`private`: for you alone) if it is not there, or
+        ``USER/NAME@BRANCH``; ``OUTPUT_WRITE`` without a token that may write, or a network.
+        """
+        names = [MANIFEST_NAME, *(shard.name for shard in self.verify().manifest.shards)]
+        address, source = name.removeprefix("hub:"), self.manifest.source.uri
+        facts = {"content": self.spec, "environment": self.environment_id, "source": source}
+        metadata = {
+            "task_categories": ["reinforcement-learning"],
+            "tags": ["offline-reinforcement-learning", "gear-offline"],
+            "viewer": False,  # which reads no shards
+        }
+        code = f'```python\nimport gear_offline as go\n\ngo.open_dataset("hub:{address}")\n```'
+        files: dict[str, Path | bytes] = {file: self.path / file for file in names}
+        files["README.md"] = card(metadata, address, facts, code)
+        return put(files, name, "dataset", private=private)
+
+    def open_shard(self, shard: int) -> int:
+        """Return a descriptor of a shard's file, with the content that it had at first.
+
+        A chmod, touch, backup by links or equal copy makes no other content.
+        """
+        record = self.manifest.shards[shard]
+        with open(open_member(self.path / record.name, size=record.bytes), "rb") as file:
+            identity = file_identity(file.fileno())
+            if identity != self.identities[shard]:
+                self._compare(shard, file)
+                self.identities[shard] = identity
+            return os.dup(file.fileno())
+
+    def _compare(
+        self, shard: int, file: BinaryIO, on_progress: OnProgress = lambda n: None
+    ) -> None:
+        """Compare every block of a shard's file with its digest."""
+        record, buffer = self.manifest.shards[shard], np.empty(PIECE_BYTES, np.uint8)
+        for tensor in self.manifest.tensors(record):
+            for read in _stream(file, self.path, self.manifest, record, tensor, buffer):
+                on_progress(read)
+
+    def _tensor(self, shard: int, name: str) -> TensorLayout:
+        self.spec[name]  # refuses another column
+        return self.manifest.layouts(self.manifest.shards[shard])[name]
+
+
+class _MeasuredStatistics(Mapping[str, ColumnStatistics]):
+    """Statistics of a dataset that has grown, of each column measured when first asked for."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset, self._known = dataset, dict[str, ColumnStatistics]()
+
+    def __getitem__(self, name: str) -> ColumnStatistics:
+        if name not in self._known:
+            data, first = self._dataset, self._dataset.manifest.statistics[name]
+            dtype, shape = stored_form(data.spec[name])
+            moments = Moments(shape) if first.nonfinite else Moments.of(first)
+            measured = int(np.searchsorted(data.first_steps, moments.rows))
+            for shard in range(measured, len(data.manifest.shards)):
+                for _, rows in data.stream(shard, name):
+                    moments.update(rows.view(dtype).reshape(len(rows), *shape))
+            self._known[name] = moments.result()
+        return self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._dataset.manifest.statistics)
+
+    def __len__(self) -> int:
+        return len(self._dataset.manifest.statistics)
+
+
+@check_arguments()
+def open_dataset(
+    path: str | os.PathLike[str], *, verify: bool = True, admissions: int | None = None
+) -> Dataset:
+    """Open the dataset directory at `path`.
+
+    Parameters
+    ----------
+    path
+        Directory that `gear_offline.convert` made, or ``hub:USER/NAME`` of the Hugging Face Hub.
+    verify
+        Compare every block of every shard with its digest now.  Otherwise the manifest, the sizes
+        and headers of the shards and the per-episode tensors are checked; what is loaded whole
+        (`Dataset.stream`, `Dataset.column`, a table) is compared in any case.
+    admissions
+        Open a growing dataset as it was after so many admissions; default all.
+
+    Raises
+    ------
+    InputError
+        ``DATASET_NOT_FOUND``; ``DATASET_DAMAGED`` at the first damage, with file, tensor and
+        block, or for a newer version of the format.
+
+    Examples
+    --------
+    `tiny` is what the example of `gear_offline.convert` makes.
+
+    >>> import gear_offline as go
+    >>> dataset = go.open_dataset("tiny")
+    >>> len(dataset), dataset.episodes.lengths.tolist(), dataset.returns.tolist()
+    (2, [7, 5], [7.0, 5.0])
+    >>> dataset[1]["observations"].shape
+    (5, 3)
+    >>> dataset.column("rewards").dtype, dataset.statistics["observations"].mean.tolist()
+    (dtype('float32'), [6.5, -4.5, 1.0])
+    """
+    if is_hub(path):
+        path = fetch(str(path), "dataset", "DATASET_NOT_FOUND")
+    manifest, path = Manifest.read(path), given_path(path, "DATASET_NOT_FOUND", where="path")
+    dataset = with_shards(path, manifest)
+    if admissions != 0:
+        dataset = grow_dataset(dataset, read_admissions(path)[0][:admissions])
+    return dataset.verify() if verify else dataset
+
+
+def grow_dataset(dataset: Dataset, admissions: Sequence[Admission]) -> Dataset:
+    """Return the dataset with further admissions, whose shards lie in its directory."""
+    if not admissions:
+        return dataset
+    manifest = dataset.manifest.grown(admissions)
+    larger = with_shards(dataset.path, manifest, dataset)
+    lengths = distribution(larger.episodes.lengths, integers=True)
+    manifest = manifest.replace_fields(returns=distribution(larger.returns), lengths=lengths)
+    return replace(larger, manifest=manifest, admissions=dataset.admissions + len(admissions))
+
+
+def with_shards(path: Path, manifest: Manifest, before: Dataset | None = None) -> Dataset:
+    """Return the dataset at `path`; `before` it has the first shards alone."""
+    pieces, identities = list[tuple[Array, ...]](), list[FileIdentity]()
+    if before is not None:
+        first_piece = (before.episodes.lengths, before.returns, before.terminated, before.truncated)
+        pieces, identities = [first_piece], [*before.identities]
+    for shard in manifest.shards[len(identities) :]:
+        with open(open_member(path / shard.name, size=shard.bytes), "rb") as file:
+            identities.append(file_identity(file.fileno()))
+            pieces.append(_read_episodes(file, path, manifest, shard))
+    lengths, returns, *ends = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
+    for array in (returns, *ends):
+        array.setflags(write=False)
+    if [int(flags.sum()) for flags in ends] != [count for _, count in manifest.endings]:
+        raise damage_error("ends of episodes are counted otherwise", path / MANIFEST_NAME)
+    return Dataset(
+        path=path,
+        manifest=manifest,
+        episodes=EpisodeIndex(lengths=lengths),
+        terminated=ends[0],
+        truncated=ends[1],
+        returns=returns,
+        verified_shards=0 if before is None else before.verified_shards,
+        identities=identities,
+        frozen=before is not None and before.frozen,
+    )
+
+
+def _read_episodes(
+    file: BinaryIO, path: Path, manifest: Manifest, shard: ShardRecord
+) -> tuple[Array, ...]:
+    """Check a shard's header and read its `EPISODE_COLUMNS`, compared with their digests."""
+    where, tensors = f"{path}/{shard.name}", manifest.tensors(shard)
+    header = bytearray(shard.header_bytes)
+    read_exactly(file.fileno(), memoryview(header), 0, where=where)
+    if header != encode_header(tensors):
+        raise damage_error("the shard's header is not the one that the manifest implies", where)
+    values: list[Array] = []
+    for column in EPISODE_COLUMNS:
+        tensor = manifest.layouts(shard)[column.name]
+        raw = np.empty(tensor.bytes, np.uint8)
+        for _ in _stream(file, path, manifest, shard, tensor, raw):
+            pass
+        if tensor.dtype == np.bool_ and raw.max() > 1:
+            raise damage_error(f"{column.name} is not 0 or 1 everywhere", where)
+        values.append(raw.view(tensor.dtype))
+    lengths, _, terminated, truncated = values
+    if (terminated & truncated).any():
+        raise damage_error("an episode is both terminated and truncated", where)
+    if (lengths < 1).any() or (lengths > shard.steps).any() or lengths.sum() != shard.steps:
+        raise damage_error(f"lengths do not add up to {shard.steps} steps", where)
+    return tuple(values)
+
+
+def _stream(
+    file: BinaryIO,
+    path: Path,
+    manifest: Manifest,
+    shard: ShardRecord,
+    tensor: TensorLayout,
+    buffer: Array,
+) -> Iterator[int]:
+    """Read a tensor into `buffer`, (n, *stored shape), again and again; yield the rows read.
+
+    Each block is compared with its digest once its last byte was read.
+    """
+    where, digests = f"{path}/{shard.name}", shard.digests[tensor.name]
+    blocks, checked = BlockDigests(manifest.block_bytes), 0
+    row_bytes = buffer[:1].nbytes
+    begin, end = shard.header_bytes + tensor.start, shard.header_bytes + tensor.stop
+    while begin < end:
+        data = byte_view(buffer)[: end - begin]
+        for at in range(0, len(data), PIECE_BYTES):
+            piece = data[at : at + PIECE_BYTES]
+            read_exactly(file.fileno(), piece, begin + at, where=where)
+            blocks.update(piece)
+        begin += len(data)
+        if begin == end:
+            blocks.finish()
+        for block in range(checked, len(blocks.done)):
+            if blocks.done[block] != digests[block * DIGEST_CHARS : (block + 1) * DIGEST_CHARS]:
+                what = "data do not match their digest"
+                raise damage_error(what, f"{where}, tensor {tensor.name}, block {block}")
+        checked = len(blocks.done)
+        yield len(data) // row_bytes

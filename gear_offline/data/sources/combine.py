@@ -1,0 +1,407 @@
+"""Sources made of others: several joined, some episodes, other columns, GEAR shards.
+
+Rows stay where they are; a read goes to the sources that it touches.
+
+Shape legend: N rows, E episodes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gear_offline.config.arguments import check_arguments
+from gear_offline.config.problems import nearest
+from gear_offline.core.text import count_text
+from gear_offline.core.types import Array
+from gear_offline.data.dataset.dataset import Dataset
+from gear_offline.data.dataset.manifest import MANIFEST_NAME
+from gear_offline.data.dataset.schema import ColumnSpec, channels_last, chosen_episodes
+from gear_offline.data.sources.base import Piece, Source, SourceInfo
+from gear_offline.data.sources.columns import (
+    Kinds,
+    common_columns,
+    kinds_of,
+    some_names,
+    split_names,
+)
+from gear_offline.data.sources.flags import as_number
+from gear_offline.data.sources.input_files import InputFile, check_kind, misfit
+from gear_offline.data.sources.rules import split_values
+from gear_offline.errors import InputError
+
+CODES = "codes"  # attribute: by column the names of its numbers
+Codes = Mapping[str, str]  # number, as JSON has it, to name
+RECORDS: tuple[str, ...] = (CODES, "warnings", "left_out", "columns_from", "part_episodes")
+RECORDS += ("parts", "reward_edits", "picked", "options", "edits", "converted_from")
+RECORDS += ("env_id", "env_options")
+FACTS = re.compile(r"fps|freq|hz$|\bdt$|\brate|env|robot|embodiment|task|units?$", re.IGNORECASE)
+MOST_SHOWN = 60  # characters of a value
+MOST_NAMED = 20  # parts that a joined source describes one by one
+
+
+@check_arguments()
+def pick_episodes(source: Source, which: npt.ArrayLike) -> Source:
+    """Return a source of some of a source's episodes.
+
+    Parameters
+    ----------
+    source
+        An open source.
+    which
+        Numbers of episodes in the order wanted, each at most once, or (E,) bool: which to keep.
+
+    Raises
+    ------
+    InputError
+        ``SELECTION`` if that names none, one twice, or one that the source does not have;
+        ``SOURCE_READ`` if the source is not an open one.
+    """
+    _check_open(source)
+    chosen = chosen_episodes(which, source.episodes.episodes)
+    offsets = source.episodes.offsets
+    # Episodes that follow each other are one piece: fewer and longer reads.
+    runs = np.split(chosen, np.flatnonzero(np.diff(chosen) != 1) + 1)
+    bounds = ((int(offsets[run[0]]), int(offsets[run[-1] + 1])) for run in runs)
+    pieces = [Piece(read=source.read, first=a, steps=b - a) for a, b in bounds]
+    picked = f"{chosen.size:,} of {count_text(source.episodes.episodes, 'episode')}"
+    info = replace(source.info.with_facts(picked=picked), edges=())  # another row may be the first
+    derived = source.derived(pieces, chosen=chosen, info=info)
+    if chosen.size < source.spec.episodes and info.attributes.get("warnings"):
+        derived.warn("these warnings count all episodes, before some were picked")
+    return derived
+
+
+@check_arguments()
+def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
+    """Return one source over the episodes of several, one after the other.
+
+    Columns that not all have alike are left out and named; observations, actions and rewards that
+    differ are refused.
+
+    Parameters
+    ----------
+    sources
+        At least one, all open.
+    uri
+        Name for the provenance; default the names of the parts.
+
+    Raises
+    ------
+    InputError
+        ``SOURCE_LAYOUT`` if they do not fit; ``SOURCE_READ`` if one of them is not an open source.
+    """
+    check_kind(sources, Iterable, "sources", "give a list of open sources")
+    sources = tuple(sources)
+    for source in sources:
+        _check_open(source)
+    if not sources:
+        raise misfit("no source to join", remedy="give at least one")
+    parts = [(source.info.uri, kinds_of(source)) for source in sources]
+    needed, remedy = ("observations", "actions", "rewards"), "write them alike, or convert apart"
+    columns, left_out = common_columns(parts, needed, where="sources to join", remedy=remedy)
+    infos = [source.info for source in sources]
+    texts = [(i.uri, text) for i in infos for text in i.attributes.get("warnings", ())]
+    count = Counter(text for _, text in texts)  # what several parts say is said once
+    notes = [text if count[text] > 1 else f"{uri}: {text}" for uri, text in texts]
+    shared: dict[str, Any] = {"format": "joined", "rule": "that of each part"}
+    named = ("environment_id", "environment_options", "reference_name", "scores")
+    for fact in ("format", "rule", *named):
+        values = [getattr(info, fact) for info in infos]
+        if all(value == values[0] for value in values):
+            shared[fact] = values[0]
+        elif fact not in shared:
+            kinds = ", ".join(sorted(set(map(str, values))))
+            notes.append(f"the parts differ in {fact.replace('_', ' ')}: {kinds}")
+    alike, different = _compare_facts([info.attributes for info in infos])
+    codes, numbers, unknown = _join_codes(sources, columns)
+    notes += [*different, *unknown]
+    tails = [(s.info.attributes.get("unfinished_tail_steps", 0), s.spec.steps) for s in sources]
+    if cut := sum(0 < tail < steps for tail, steps in tails[:-1]):
+        notes.append(f"{count_text(cut, 'part')} without an end of the last episode: truncated")
+    edges = [info.edges for info in infos]
+    if same := sum(bool(a and b) and np.array_equal(a[1], b[0]) for a, b in pairwise(edges)):
+        what = f"{count_text(same, 'episode')} cut where another part begins: of one id there"
+        notes.append(f"{what}; join such rows first, as pandas.concat does")
+    edits = [info.attributes.get("reward_edits", []) for info in infos]
+    made_of: dict[str, str] = {}
+    for info in infos:
+        left_out = {**info.attributes.get("left_out", {}), **left_out}
+        made_of |= info.attributes.get("columns_from", {})
+    return Source(
+        [
+            Piece(read=partial(_read_coded, source, tables), steps=source.spec.steps)
+            for source, tables in zip(sources, numbers, strict=True)
+        ],
+        columns,
+        lengths=np.concatenate([source.episodes.lengths for source in sources]),
+        terminated=np.concatenate([source.terminated for source in sources]),
+        truncated=np.concatenate([source.truncated for source in sources]),
+        preferred={name: max(s.preferred_rows(name) for s in sources) for name in columns},
+        info=SourceInfo(
+            uri=uri or " + ".join(info.uri for info in infos[:3]) + " + ..." * (len(infos) > 3),
+            files=tuple(file for info in infos for file in info.files),
+            edges=(edges[0][0], edges[-1][1]) if edges[0] and edges[-1] else (),
+            attributes={
+                **alike,
+                **({CODES: codes} if codes else {}),
+                "parts": len(sources),
+                "part_episodes": [(s.info.uri, s.spec.episodes) for s in sources[:MOST_NAMED]],
+                "left_out": left_out,
+                "columns_from": made_of,
+                "reward_edits": edits[0] if all(own == edits[0] for own in edits) else [None],
+                "warnings": [*dict.fromkeys(notes)],
+            },
+            **shared,
+        ),
+    )
+
+
+def _compare_facts(parts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+    """Return the facts of steps that all parts have alike, and a line of each that differs."""
+    first, notes = parts[0], list[str]()
+    names = dict.fromkeys(name for part in parts for name in part if name not in RECORDS)
+    alike = {n for n in names if all(n in part and part[n] == first.get(n) for part in parts)}
+    leaves = [
+        _leaves({n: part[n] for n in names if n in part and n not in alike}) for part in parts
+    ]
+    for fact in dict.fromkeys(name for part in leaves for name in part):
+        values = {str(part[fact]) for part in leaves if fact in part}
+        if len(values) > 1 and FACTS.search(fact):
+            shown = some_names(value[:MOST_SHOWN] for value in values)
+            notes.append(f"the parts differ in {fact}: {shown}")
+    return {name: first[name] for name in names if name in alike and FACTS.search(name)}, notes
+
+
+def _leaves(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested facts by their path; text may be JSON."""
+    leaves = dict[str, Any]()
+    for name, value in facts.items():
+        with suppress(TypeError, ValueError, RecursionError):
+            value = json.loads(value) if isinstance(value, str) else value
+        is_group = isinstance(value, Mapping)
+        leaves |= _leaves(value, f"{prefix}{name}.") if is_group else {f"{prefix}{name}": value}
+    return leaves
+
+
+def _join_codes(
+    sources: Sequence[Source], columns: Kinds
+) -> tuple[dict[str, Codes], list[dict[str, dict[int, int]]], list[str]]:
+    """Return names of a column's numbers for all, the new number of each part's, and a warning.
+
+    Parts may number the same names otherwise.
+    """
+    codes, numbers = dict[str, Codes](), [dict[str, dict[int, int]]() for _ in sources]
+    notes = list[str]()
+    for column in columns:
+        tables: list[Codes] = [s.info.attributes.get(CODES, {}).get(column, {}) for s in sources]
+        if not any(tables):
+            continue
+        silent = [s.info.uri for s, table in zip(sources, tables, strict=True) if not table]
+        if silent:
+            notes.append(f"{column} has other numbers, maybe, in {some_names(silent)}: no names")
+            continue
+        if any(table != tables[0] for table in tables):
+            texts = list(dict.fromkeys(text for table in tables for text in table.values()))
+            places = {text: number for number, text in enumerate(texts)}
+            for part, table in zip(numbers, tables, strict=True):
+                part[column] = {int(number): places[text] for number, text in table.items()}
+            tables = [{str(number): text for text, number in places.items()}]
+            notes.append(f"{column} is numbered anew, as the parts name its numbers otherwise")
+        codes[column] = tables[0]
+    return codes, numbers, notes
+
+
+def _read_coded(
+    source: Source, tables: Mapping[str, Mapping[int, int]], column: str, start: int, stop: int
+) -> Array:
+    rows = source.read(column, start, stop)
+    if (table := tables.get(column)) is None:
+        return rows
+    numbers, places = np.unique(rows, return_inverse=True)
+    for number in numbers.tolist():
+        if number not in table:
+            raise misfit(f"{column} holds {number}, which has no name", source.info.uri)
+    return np.array([table[n] for n in numbers.tolist()], rows.dtype)[places].reshape(rows.shape)
+
+
+def _check_open(source: object) -> None:
+    if not isinstance(source, Source):
+        what, remedy = f"a {type(source).__name__} is not an open source", "go.open_source(PATH)"
+        raise InputError("SOURCE_READ", what, remedy=f"open it: {remedy}")
+
+
+def with_columns(source: Source, names: Mapping[str, str] | None) -> Source:
+    """Return `source` with columns under other names, or several side by side: ``{"x": "a + b"}``.
+
+    A name of a group stands for all columns below it.  A column that has a name is hidden by one
+    that gets it.  What is usual is made too, where nothing else is asked for.
+    """
+    usual = source.usual
+    names = {new: usual.get(old, old) for new, old in (names or {}).items()}
+    names |= {
+        new: old
+        for new, old in usual.items()
+        if new.removeprefix("next_") not in names and old not in names.values()
+    }
+    if not names:
+        return source
+    parts: dict[str, list[ColumnSpec]] = {}
+    for new, old in names.items():
+        parts |= _taken(source, new, split_names(old))
+    moved = {column.name for taken in parts.values() for column in taken} | names.keys()
+    below = tuple(f"{new}/" for new in names)
+    rest = [c for c in source.spec if c.name not in moved and not c.name.startswith(below)]
+    parts |= {column.name: [column] for column in rest}
+    kinds = {
+        new: (of[0].dtype, of[0].shape)
+        if len(of) == 1
+        else (np.result_type(*(o.dtype for o in of)), (sum(prod(o.shape) for o in of),))
+        for new, of in parts.items()
+    }
+
+    def read(column: str, start: int, stop: int) -> Array:
+        rows = [source.read(part.name, start, stop) for part in parts[column]]
+        if len(rows) == 1:
+            return rows[0]
+        return np.concatenate([part.reshape(stop - start, -1) for part in rows], axis=1)
+
+    facts = source.info.attributes
+    codes = {old: table for old, table in facts.get(CODES, {}).items() if old in parts}
+    codes |= {
+        new: facts[CODES][of[0].name]
+        for new, of in parts.items()
+        if len(of) == 1 and of[0].name in facts.get(CODES, {})
+    }
+    made_of = {new: " + ".join(split_names(old)) for new, old in names.items()}
+    made_of = {**facts.get("columns_from", {}), **made_of}
+    notes = [n for n in facts.get("warnings", ()) if n.split(" is the column ")[-1] not in moved]
+    return source.derived(
+        [Piece(read=read, steps=source.spec.steps)],
+        kinds,
+        info=source.info.with_facts(
+            columns_from=made_of, warnings=notes, **({CODES: codes} if codes else {})
+        ),
+        preferred={new: min(source.preferred_rows(o.name) for o in p) for new, p in parts.items()},
+    )
+
+
+def turned(source: Source, rule: str | None = None) -> Source:
+    """Return `source` with the channels of observed frames last, as encoders and videos have them.
+
+    They are uint8 or uint16 of shape (C, h, w) a step; a stack of grey frames is one with as many
+    channels.  A flag that the rule reads by a value, ``FLAG=VALUE``, becomes true or false.
+    """
+    groups = ("observations", "next_observations")
+    kept = [c for c in source.spec if c.name.split("/")[0] in groups]
+    observed = [c for c in kept if c.dtype in (np.uint8, np.uint16)]
+    turned = {c.name: channels_last(c.shape) for c in observed}
+    first = {name: shape for name, shape in turned.items() if shape != source.spec[name].shape}
+    values = {n: as_number(value) for n, value in split_values(rule)[1].items() if n in source.spec}
+    if not (first or values):
+        return source
+
+    def read(column: str, start: int, stop: int) -> Array:
+        rows = source.read(column, start, stop)
+        if column in values:
+            return np.asarray(rows == values[column])
+        return np.ascontiguousarray(np.moveaxis(rows, 1, -1)) if column in first else rows
+
+    kinds = {n: (dtype, first.get(n, shape)) for n, (dtype, shape) in kinds_of(source).items()}
+    kinds |= {name: (np.dtype(np.bool_), source.spec[name].shape) for name in values}
+    frames = source.derived([Piece(read=read, steps=source.spec.steps)], kinds)
+    shapes = ", ".join(f"{name} {source.spec[name].shape} to {first[name]}" for name in first)
+    frames.warn(*[f"frames have their channels first and are turned: {shapes}"] * bool(first))
+    return frames
+
+
+def _taken(source: Source, new: str, olds: Sequence[str]) -> dict[str, list[ColumnSpec]]:
+    """Return the columns that make `new`, or each column of a group that gets this name."""
+    columns = {column.name: column for column in source.spec}
+    taken: list[ColumnSpec] = []
+    for old in olds:
+        name = source.named(old)
+        below = [n for n in columns if n == name or n.startswith(f"{name}/")]
+        if not below:
+            why = source.info.attributes.get("left_out", {}).get(old)
+            near = nearest(old, [*columns])
+            why = why or (near and f"did you mean {near!r}?")
+            what = f"no {old!r} to take as {new!r}{f': {why}' if why else ''}"
+            remedy = f"found: {some_names(columns)}"
+            if new in columns and len(olds) == 1:
+                remedy = f"the new name stands first: {old}={new}; {remedy}"
+            raise InputError("COLUMN", what, source.info.uri, remedy)
+        if len(olds) == 1:
+            return {new + n.removeprefix(name): [columns[n]] for n in below}
+        if name not in columns:
+            what = f"{old} is a group of {count_text(len(below), 'column')}"
+            raise InputError("COLUMN", what, f"column {new}", f"name its parts: {'+'.join(below)}")
+        taken.append(columns[name])
+        dtype, shape = taken[-1].dtype, taken[-1].shape
+        if len(shape) > 1 or dtype.kind != taken[0].dtype.kind:
+            what = f"{old} is {dtype} {shape} a step: it makes no column of {taken[0].dtype}"
+            remedy = "join vectors of floats, or of integers; --map makes one of others"
+            raise InputError("COLUMN", what, f"column {new}", remedy)
+    return {new: taken}
+
+
+def observation_vectors(
+    columns: Kinds, prefix: str, path: Path, names: Mapping[str, str]
+) -> dict[str, str]:
+    """Put float vectors side by side as ``observations`` and ``next_observations``.
+
+    They are those whose names begin with `prefix`, in the order of names; or one of that name.
+    """
+    if any(name.split("/")[0] == "observations" for name in (*columns, *names)):
+        return {}
+    stored = sorted(name for name in columns if f"{name}/".startswith(prefix))
+    vectors = [n for n in stored if columns[n][0].kind == "f" and len(columns[n][1]) <= 1]
+    used = vectors or stored
+    if not vectors and any(old.startswith(prefix) for old in names.values()):
+        return {}  # they are chosen one by one
+    if not used or (not vectors and len(stored) > 1):
+        remedy = f"take one: --columns observations={(*stored, 'NAME')[0]},actions"
+        what = f"observations are no vectors: {some_names(stored)}"
+        raise InputError("COLUMN", what, str(path), remedy)
+    pairs = {"observations": used, "next_observations": [f"next_{name}" for name in used]}
+    return {new: " + ".join(of) for new, of in pairs.items() if {*of} <= {*columns}}
+
+
+def dataset_source(dataset: Dataset) -> Source:
+    """Return an opened dataset of GEAR shards as a source."""
+    before = dataset.manifest.source
+    others = ("left_out", "picked", "options")  # that say nothing of what is there
+    attributes = {k: v for k, v in before.attributes.items() if k not in others}
+    if "warnings" in attributes:
+        attributes["warnings"] = before.warnings
+    attributes["converted_from"] = f"{before.uri} ({before.format}), digest {before.digest}"
+    return Source(
+        [Piece(read=dataset.read, steps=dataset.spec.steps)],
+        kinds_of(dataset),
+        lengths=dataset.episodes.lengths,
+        terminated=dataset.terminated,
+        truncated=dataset.truncated,
+        info=SourceInfo(
+            uri=dataset.path.name,
+            format="gear",
+            rule=before.rule,
+            environment_id=dataset.environment_id,
+            environment_options=dataset.environment_options,
+            scores=dataset.reference_scores,
+            # The manifest bears the digests of all the others.
+            files=(InputFile.find(dataset.path / MANIFEST_NAME),),
+            attributes=attributes,
+        ),
+    )

@@ -1,0 +1,272 @@
+"""LeRobot's datasets, versions 2 and 3: parquet with a row a step, frames in it or in videos.
+
+Episodes are runs of one ``episode_index``.  ``action`` becomes ``actions``, ``next.reward``
+``rewards``, and the float vectors of ``observation.`` side by side ``observations``.  Frames are
+decoded only where a column is named.
+
+Shape legend: N steps, E episodes.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gear_offline.core.files import read_regular
+from gear_offline.core.text import count_text
+from gear_offline.core.types import Array
+from gear_offline.data.sources.base import READ_BYTES, Asked, Piece, Source, SourceInfo
+from gear_offline.data.sources.columns import row_kinds, split_names
+from gear_offline.data.sources.combine import CODES, observation_vectors
+from gear_offline.data.sources.input_files import InputFile, by_number, misfit, reading_errors
+from gear_offline.data.sources.parquet import Column, ParquetFile, Shards, is_numeric, step_rows
+from gear_offline.data.sources.pictures import image_pixels, video_frames
+from gear_offline.data.sources.row_marks import runs
+from gear_offline.errors import InputError
+
+INFO = Path("meta", "info.json")
+MAX_INFO_BYTES = 64 << 20
+# where data and videos lie unless info.json says otherwise, by version
+PATHS = {
+    2: (
+        "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
+        "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
+    ),
+    3: (
+        "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+        "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
+    ),
+}
+FIELD = re.compile(r"\{(\w+)(?::0?([0-9]{1,2})d?)?\}")
+NAMES = {"actions": "action", "rewards": "next.reward"}
+
+
+Place = tuple[InputFile, float]  # a video, and where in it an episode begins, in seconds
+Read = Callable[[int, int], Array]  # of steps
+
+
+def open_lerobot(path: Path, asked: Asked) -> Source:
+    """Open a dataset's folder; reads the episode numbers."""
+    path, names = path.absolute(), asked.names
+    reader = _Folder(path)
+    columns, left_out = reader.columns({p for old in names.values() for p in split_names(old)})
+
+    def read(name: str, start: int, stop: int) -> Array:
+        return columns[name](start, stop)
+
+    kinds: dict[str, Any] = dict(row_kinds({name: read(name, 0, 1) for name in columns}))
+    rewards = names.get("rewards", NAMES["rewards"])
+    if rewards in kinds and kinds[rewards][0].kind == "b":
+        kinds[rewards] = np.dtype(np.float32), ()
+    usual = {new: old for new, old in NAMES.items() if old in kinds}
+    return Source(
+        [Piece(read=read, steps=reader.table.rows)],
+        kinds,
+        lengths=np.diff(reader.bounds),
+        preferred={  # a read of frames looks for a key frame
+            name: max(1, 4 * READ_BYTES // math.prod(shape))
+            for name, (_, shape) in kinds.items()
+            if len(shape) == 3
+        },
+        usual=usual | observation_vectors(kinds, "observation.", path, names),
+        info=SourceInfo(
+            uri=path.name,
+            format="lerobot",
+            rule="episode_index",
+            files=(*reader.files, *reader.videos),
+            attributes={
+                **{key: reader.info.get(key) for key in ("codebase_version", "robot_type", "fps")},
+                **({CODES: codes} if (codes := reader.codes(columns)) else {}),
+                "left_out": left_out,
+                "warnings": reader.notes,
+            },
+        ),
+    )
+
+
+class _Folder:
+    """Reads rows of columns, of each column one file at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.videos: list[InputFile] = []
+        self.notes: list[str] = []
+        self._columns: dict[str, Column] = {}
+        self._sizes: dict[str, tuple[int, ...]] = {}  # of the first frame of a column
+        with reading_errors("info.json", path / INFO):
+            self.info: dict[str, Any] = json.loads(read_regular(path / INFO, most=MAX_INFO_BYTES))
+            self.version = int(self.info["codebase_version"].removeprefix("v").split(".")[0])
+            self.chunk = int(self.info.get("chunks_size", 1000))
+            self.features = dict[str, Mapping[str, Any]](self.info["features"])
+            self.dtypes = {n: str(kind["dtype"]) for n, kind in self.features.items()}
+            counts = int(self.info["total_frames"]), int(self.info["total_episodes"])
+        if self.version not in PATHS:
+            what = f"a dataset of LeRobot's format {self.info['codebase_version']}"
+            raise misfit(what, path, "v2 and v3 are read: convert it with LeRobot")
+        pattern = self._place("data_path", None)
+        paths = sorted(path.glob(pattern), key=lambda file: by_number(file.relative_to(path)))
+        files = [file for file in map(ParquetFile, paths) if file.rows]
+        if not files:
+            raise misfit(f"no steps are here, info.json says {counts[0]:,}", path)
+        self.files, self.table = [file.file for file in files], Shards(files)
+        steps = self.table.rows
+        firsts, numbers = runs(self._blocks("episode_index"))
+        self.episodes: list[int] = numbers.tolist()
+        self.bounds: list[int] = [*firsts.tolist(), steps]
+        episodes = len(set(self.episodes))
+        if counts != (steps, episodes):
+            here = f"{count_text(steps, 'step')} of {count_text(episodes, 'episode')}"
+            here += f" are here, info.json says {counts[0]:,} of {counts[1]:,}"
+            listed, lengths = self._listed_lengths(), np.diff(self.bounds).tolist()
+            is_listed = (sum(listed.values()), len(listed)) == counts
+            if not is_listed or [listed.get(n) for n in self.episodes] != lengths:
+                raise misfit(here, path)
+            self.notes.append(f"{here}: a part, whose episodes are whole")
+        known = self.table.schema.names
+        rows, frames = runs(self._blocks("frame_index") if "frame_index" in known else ())
+        falls = np.setdiff1d(rows[1:][frames[1:] < frames[:-1]], firsts)  # inside episodes
+        if episodes < len(self.episodes) or falls.size:
+            raise misfit("the steps of an episode do not follow each other", path)
+
+    def _listed_lengths(self) -> dict[int, int]:
+        """Return the steps of each episode that the folder's own list has."""
+        lengths, plain = dict[int, int](), self.path / "meta" / "episodes.jsonl"
+        names = ("episode_index", "length")
+        with reading_errors(plain.name, plain):
+            text = read_regular(plain, most=MAX_INFO_BYTES) if plain.is_file() else b""
+            rows = (json.loads(line) for line in text.splitlines() if line.strip())
+            lengths |= {row[names[0]]: row[names[1]] for row in rows}
+        for meta in map(ParquetFile, (self.path / "meta" / "episodes").glob("*/*.parquet")):
+            for batches in zip(*map(meta.batches, names), strict=True):
+                lengths |= zip(*(values.to_pylist() for _, values in batches), strict=True)
+        return lengths
+
+    def _blocks(self, name: str) -> Iterator[tuple[int, Array]]:
+        """Yield a column of one number a step in blocks, with their first steps of all."""
+        for row, values in self.table.batches(name):
+            yield row, step_rows(values, name, self.path)
+
+    def _place(self, of: str, values: Mapping[str, int | str] | None) -> str:
+        """Return a path below the dataset by a template of info.json; a pattern without values."""
+        template = self.info.get(of) or PATHS[self.version][of == "video_path"]
+
+        def filled(field: re.Match[str]) -> str:
+            return "*" if values is None else str(values[field[1]]).zfill(int(field[2] or 0))
+
+        with reading_errors("info.json", self.path / INFO):
+            text = FIELD.sub(filled, glob.escape(template) if values is None else template)
+        if Path(text).is_absolute() or ".." in Path(text).parts or "{" in text:
+            what, remedy = f"{of} of {text[:200]!r} is not accepted", "name files of the dataset"
+            raise InputError("SOURCE_UNSAFE", what, str(self.path / INFO), remedy)
+        return text
+
+    def codes(self, columns: Iterable[str]) -> dict[str, dict[str, str]]:
+        """Return the names of the numbers of ``task_index``, and of columns like it."""
+        codes = dict[str, dict[str, str]]()
+        for column in (name for name in columns if name.endswith("task_index")):
+            plain = self.path / "meta" / f"{column.removesuffix('_index')}s.jsonl"
+            table, pairs = plain.with_suffix(".parquet"), list[tuple[Any, Any]]()
+            if table.is_file():
+                file = ParquetFile(table)
+                name = next(n for n in (*file.schema.names, "") if n != column)
+                for batches in zip(file.batches(column), file.batches(name), strict=True):
+                    pairs += zip(*(values.to_pylist() for _, values in batches), strict=True)
+            elif plain.is_file():
+                with reading_errors(plain.name, plain):
+                    lines = read_regular(plain, most=MAX_INFO_BYTES).splitlines()
+                    rows = [json.loads(line) for line in lines if line.strip()]
+                    pairs = [(row[column], row[column.removesuffix("_index")]) for row in rows]
+            codes |= {column: {str(number): str(text) for number, text in pairs}} if pairs else {}
+        return codes
+
+    def columns(self, asked: set[str]) -> tuple[dict[str, Read], dict[str, str]]:
+        """Return a function for each column; leave out frames that nobody asked for."""
+        reads, left_out = dict[str, Read](), dict[str, str]()
+        types = {field.name: field.type for field in self.table.schema}
+        cameras = [n for n, dtype in self.dtypes.items() if dtype in ("image", "video")]
+        states = [n for n in types if n.startswith("observation.") and n not in cameras]
+        together = ",".join([*cameras, *states, "actions"])
+        for name in [*types, *(n for n, dtype in self.dtypes.items() if dtype == "video")]:
+            dtype = self.dtypes.get(name)
+            if dtype in ("image", "video") and name not in asked:
+                left_out[name] = f"frames: --columns {together} decodes them"
+            elif dtype == "video" and "timestamp" not in types:
+                raise misfit(f"no timestamp, which tells the frames of {name}", self.path)
+            elif dtype == "video":
+                reads[name] = partial(self._video, name, self._videos(name))
+            elif dtype == "image":
+                reads[name] = partial(self._images, name)
+            elif is_numeric(types[name]):
+                reads[name] = self._column(name).rows
+            else:
+                left_out[name] = f"no numbers ({types[name]})"
+        return reads, left_out
+
+    def _column(self, name: str) -> Column:
+        return self._columns.setdefault(name, Column(self.table, name))
+
+    def _images(self, name: str, start: int, stop: int) -> Array:
+        frames = list[Array]()
+        for image in self._column(name).read(start, stop):
+            stored = image.as_py() or {}
+            if not stored.get("bytes"):
+                what = "an image is missing, or a file of its own"
+                raise misfit(what, f"{self.path}: {name}", "embed images in the parquet files")
+            frames.append(image_pixels(stored["bytes"], self.path, self._sizes.get(name)))
+            self._sizes.setdefault(name, frames[0].shape[:2])
+        return self._frames(name, np.stack(frames))
+
+    def _video(self, name: str, places: list[Place], start: int, stop: int) -> Array:
+        times = self._column("timestamp").rows(start, stop).reshape(-1).astype(np.float64)
+        number = bisect_right(self.bounds, start) - 1
+        frames = list[Array]()
+        while self.bounds[number] < stop:
+            file, begin = places[number]
+            steps = slice(max(self.bounds[number] - start, 0), self.bounds[number + 1] - start)
+            frames.append(video_frames(file, begin + times[steps], self._sizes.get(name)))
+            self._sizes.setdefault(name, frames[0].shape[1:3])
+            number += 1
+        return self._frames(name, np.concatenate(frames))
+
+    def _frames(self, name: str, frames: Array) -> Array:
+        """Return frames; refuse colours where info.json says that they are depths."""
+        facts = self.features[name]
+        facts = {**facts, **(facts.get("info") or {}), **(facts.get("video_info") or {})}
+        is_depth = facts.get("is_depth_map") or facts.get("video.is_depth_map")
+        if is_depth and frames.shape[-1] != 1:
+            what, remedy = "depths that are stored as colours", "store them as grey of 16 bits"
+            raise misfit(what, f"{self.path}: {name}", remedy)
+        return frames
+
+    def _videos(self, name: str) -> list[Place]:
+        """Find the video of each episode, and where in it the episode begins."""
+        places: dict[int, tuple[str, float]] = {}
+        fields: dict[str, Any] = {"video_key": name}
+        if self.version == 2:
+            for number in self.episodes:
+                fields |= {"episode_index": number, "episode_chunk": number // self.chunk}
+                places[number] = self._place("video_path", fields), 0.0
+        else:
+            keys = ("chunk_index", "file_index", "from_timestamp")
+            names = ["episode_index", *(f"videos/{name}/{key}" for key in keys)]
+            for meta in map(ParquetFile, (self.path / "meta" / "episodes").glob("*/*.parquet")):
+                for batches in zip(*map(meta.batches, names), strict=True):
+                    rows = (values.to_pylist() for _, values in batches)
+                    for number, chunk, file, begin in zip(*rows, strict=True):
+                        fields |= {"chunk_index": chunk, "file_index": file}
+                        places[number] = self._place("video_path", fields), float(begin)
+        if missing := set(self.episodes) - set(places):
+            raise misfit(f"no video {name} of episode {min(missing)}", self.path / "meta")
+        paths = dict.fromkeys(places[number][0] for number in self.episodes)
+        files = {path: InputFile.find(self.path / path) for path in paths}
+        self.videos += files.values()
+        return [(files[path], begin) for path, begin in map(places.__getitem__, self.episodes)]

@@ -1,0 +1,228 @@
+"""Play planned episodes and keep every transition of each.
+
+A plan fixes an episode: its policy, its reset seed, its random stream.  The same plan gives the
+same episode in every process, so the data do not depend on their number.  Episodes are handed out
+in the order of the plans: taking them as they finish, up to a number of steps, would favour short
+ones.  Evaluation (`gear_offline.evaluation.rollout`) batches one policy over environments; here
+every episode may have a policy of its own, which acts beside its environment.
+
+Shape legend: T steps of an episode, S observation, A action.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from gear_offline.core.draws import Draws
+from gear_offline.core.files import Closing
+from gear_offline.core.types import Array, Float64Array
+from gear_offline.core.workers import Caller, WorkerPool
+from gear_offline.errors import InputError
+from gear_offline.evaluation.environments import (
+    Environment,
+    EnvironmentFacts,
+    Known,
+    Options,
+    finite_actions,
+    known_of,
+    make_environment,
+    not_finite,
+    simulator_data,
+)
+
+TRAIN, EVALUATE, RECORD = 1, 2, 3  # the first element of a stream's path: its purpose
+
+
+def stream(seed: int, *path: int) -> np.random.Generator:
+    """Return the random generator at `path`; equal arguments give equal draws."""
+    # a spawn key: unlike entropy, it differs from the same path with a 0 behind
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=path)))
+
+
+def reset_seed(seed: int, *path: int) -> int:
+    """Return the 31-bit seed for an environment's reset at `path`."""
+    return int(np.random.SeedSequence(seed, spawn_key=path).generate_state(1)[0] >> 1)
+
+
+class EpisodePolicy(Protocol):
+    """Acts in an episode, given its own random generator.
+
+    `algorithm` says what made it, e.g. ``"ARS-V2t linear"``; it goes into the file.
+    """
+
+    @property
+    def algorithm(self) -> str: ...
+
+    def act(self, observation: Array, generator: np.random.Generator) -> Array:
+        """Return an action (A,), or a choice, for an observation."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EpisodePlan:
+    """All that decides an episode."""
+
+    policy: EpisodePolicy
+    reset_seed: int
+    noise_path: tuple[int, ...]  # of the episode's own stream: random actions, action noise
+    # Deviation of Gaussian noise in half ranges of the action; of choices: share of random ones.
+    action_noise: float = 0.0
+    on_step: Callable[[float, Array], None] | None = None  # told the reward and the action
+
+
+def fields_of(rows: Array) -> dict[str, Array]:
+    """Return the fields of records of observations, by name; what has none is ``""``."""
+    return {name: rows[name] for name in rows.dtype.names} if rows.dtype.names else {"": rows}
+
+
+def episode_plan(policy: EpisodePolicy, path: tuple[int, ...], action_noise: float) -> EpisodePlan:
+    """Return the plan of the episode at a `stream`'s path, its seed first."""
+    return EpisodePlan(
+        policy=policy, reset_seed=reset_seed(*path), noise_path=path, action_noise=action_noise
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Episode:
+    """An episode as it was played."""
+
+    reset_seed: int
+    observations: Array  # (T + 1, S), or frames (T + 1, h, w): the last one is not acted on
+    actions: Array  # (T, A) in the environment's dtype or (T,) int64, as they were applied
+    rewards: Float64Array  # (T,)
+    terminated: bool  # the environment ended it; False: a time limit did
+    infos: dict[str, Array]  # MuJoCo's ``qpos`` and ``qvel`` before each step, (T, ...) float32
+
+    @property
+    def steps(self) -> int:
+        return len(self.rewards)
+
+    @property
+    def total(self) -> float:
+        """The undiscounted return."""
+        return float(self.rewards.sum())
+
+    def columns(self) -> dict[str, Array]:
+        """Return the rows (T, ...) of a file in D4RL's layout, in the environment's dtypes.
+
+        Frames have no ``next_observations``, which would double the file.  ``terminals`` and
+        ``timeouts`` are never both true on a row.
+        """
+        last = np.arange(self.steps) == self.steps - 1
+        observations = dict[str, Array]()
+        for name, rows in fields_of(self.observations).items():
+            field = f"observations/{name.removeprefix('observations/')}".removesuffix("/")
+            observations[field] = rows
+        following = {f"next_{n}": rows[1:] for n, rows in observations.items() if rows.ndim < 3}
+        return {
+            **{name: rows[:-1] for name, rows in observations.items()},
+            **following,
+            "actions": self.actions,
+            "rewards": self.rewards,
+            "terminals": last & self.terminated,
+            "timeouts": last & (not self.terminated),
+            **{f"infos/{name}": rows for name, rows in self.infos.items()},
+        }
+
+
+class Player(Closing):
+    """One environment of this process that plays plans."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment, self.facts = environment, environment.facts
+        self._data, facts = simulator_data(environment), self.facts
+        if not np.isfinite([facts.low, facts.high]).all():
+            remedy = "give its action_space finite bounds in a wrapper"
+            what = "its actions have no bounds"
+            raise InputError("ENVIRONMENT", what, facts.environment_id, remedy)
+
+    def play(self, plan: EpisodePlan) -> Episode:
+        """Play an episode; global generators that its policy may draw from are seeded, too."""
+        with Draws(plan.reset_seed):
+            return self._play(plan)
+
+    def _play(self, plan: EpisodePlan) -> Episode:
+        facts, generator = self.facts, stream(*plan.noise_path)
+        observations = [self._environment.reset(seed=plan.reset_seed)[0]]
+        actions, rewards = list[Array](), list[float]()
+        infos: dict[str, list[Array]] = {} if self._data is None else {"qpos": [], "qvel": []}
+        terminated = truncated = False
+        while not (terminated or truncated):
+            action = finite_actions(plan.policy.act(observations[-1], generator))
+            # What is stored is what was applied: the environment gets the value after the cast.
+            actions.append(noisy(facts, action, plan.action_noise, generator))
+            for name, rows in infos.items():
+                rows.append(getattr(self._data, name).copy())
+            observation, reward, terminated, truncated, _ = self._environment.step(actions[-1])
+            observations.append(observation)
+            rewards.append(reward)
+            if plan.on_step is not None:
+                plan.on_step(rewards[-1], actions[-1])
+        last_fields = fields_of(observations[-1]).values()
+        if not all(np.isfinite(values).all() for values in last_fields):  # it is recorded, too
+            raise not_finite("a last observation", facts.environment_id)
+        return Episode(
+            reset_seed=plan.reset_seed,
+            observations=np.asarray(observations),
+            actions=np.asarray(actions),
+            rewards=np.asarray(rewards),
+            terminated=terminated,
+            infos={name: np.asarray(rows, np.float32) for name, rows in infos.items()},
+        )
+
+    def close(self) -> None:
+        self._environment.close()
+
+
+def noisy(
+    facts: EnvironmentFacts, action: Array, noise: float, generator: np.random.Generator
+) -> Array:
+    """Add the noise of an `EpisodePlan` to an action, clip it, cast it to the stored dtype."""
+    if facts.discrete:
+        if noise and generator.random() < noise:
+            action = np.asarray(generator.integers(facts.choices))
+        return np.asarray(action, dtype=np.int64)
+    if noise:
+        half = 0.5 * (facts.high - facts.low)
+        action = action + noise * half * generator.standard_normal(facts.low.size)
+    return facts.bounded(action)
+
+
+class Crew(Closing):
+    """Plays plans in this process (``processes=1``) or in several; a context manager."""
+
+    def __init__(
+        self, environment_id: str, options: Options | None = None, *, processes: int
+    ) -> None:
+        self._player = Player(make_environment(environment_id, options))
+        self.facts = self._player.facts
+        self._known = known_of(environment_id, options)
+        several = processes > 1 and self._known is not None
+        self._pool = WorkerPool(processes) if several else None
+
+    def play(self, plans: Iterable[EpisodePlan]) -> Iterator[Episode]:
+        """Yield the episodes of `plans` (maybe endless) in order; stop reading when enough."""
+        if self._pool is None:
+            return map(self._player.play, plans)
+        jobs = ((self._known, plan) for plan in plans)
+        return self._pool.run(f"{__name__}:play_in_worker", jobs)
+
+    def close(self) -> None:
+        self._player.close()
+        if self._pool is not None:
+            self._pool.close()
+
+
+@functools.cache
+def _player(known: Known) -> Player:
+    return Player(known.make())
+
+
+def play_in_worker(caller: Caller, known: Known, plan: EpisodePlan) -> Episode:
+    """Do one job of `Crew` in a worker."""
+    return _player(known).play(plan)
