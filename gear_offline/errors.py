@@ -82,8 +82,8 @@ class GearError(Exception):
     ----------
     code
         Stable upper-case identifier, e.g. ``"DATASET_DAMAGED"``.
-    what
-        What was wrong, a clause without a final full stop.
+    problem
+        What is wrong, a clause without a final full stop.
     where
         File, column, step or dotted option the error belongs to; may be empty.
     remedy
@@ -92,19 +92,19 @@ class GearError(Exception):
 
     exit_code = 1
 
-    def __init__(self, code: str, what: str, where: str = "", remedy: str = "") -> None:
+    def __init__(self, code: str, problem: str, where: str = "", remedy: str = "") -> None:
         self.code = code
-        self.what = what
+        self.problem = problem
         self.where = where
         self.remedy = remedy
         named = for_caller(where) if where.startswith("--") else where  # files are others' text
         place = f" ({named})" if where else ""
         advice = f"; {remedy}" if remedy else ""
-        # What, where and the remedy in one line.  Not a property: torch gives exceptions of
+        # Problem, place and the remedy in one line.  Not a property: torch gives exceptions of
         # workers whose class has a `message` back by that keyword.
-        text = f"{for_caller(what)}{place}{for_caller(advice)}"
+        text = f"{for_caller(problem)}{place}{for_caller(advice)}"
         self.message = " ".join(text.split())
-        super().__init__(code, what, where, remedy)
+        super().__init__(code, problem, where, remedy)
 
     def __str__(self) -> str:
         return f"[{self.code}] {self.message}"
@@ -121,13 +121,13 @@ class UnavailableError(GearError, RuntimeError):
 
 
 @contextmanager
-def package_needed(what: str, extra: str) -> Iterator[None]:
+def package_needed(problem: str, extra: str) -> Iterator[None]:
     """Tell a package that is not installed by the extra that has it (``PACKAGE_MISSING``)."""
     try:
         yield
     except ImportError as error:
         remedy = f"pip install 'gear-offline[{extra}]'"
-        raise UnavailableError("PACKAGE_MISSING", f"{what}: {error}", remedy=remedy) from error
+        raise UnavailableError("PACKAGE_MISSING", f"{problem}: {error}", remedy=remedy) from error
 
 
 def given_path(given: str | os.PathLike[str], code: str, *, where: str) -> Path:
@@ -138,8 +138,8 @@ def given_path(given: str | os.PathLike[str], code: str, *, where: str) -> Path:
     try:
         return Path(in_home(os.fspath(given)))
     except TypeError as error:
-        what = f"a {type(given).__name__} is not a path"
-        raise InputError(code, what, where, "give a str or a pathlib.Path") from error
+        problem = f"a {type(given).__name__} is not a path"
+        raise InputError(code, problem, where, "give a str or a pathlib.Path") from error
 
 
 def in_home(text: str) -> str:
@@ -155,8 +155,10 @@ def in_home(text: str) -> str:
 def check_environment_id(name: str | None, *, where: str = "") -> None:
     """Refuse a text that cannot be the id of a Gymnasium environment, known or not."""
     if name is not None and ".py:" not in name and not ENVIRONMENT_ID.fullmatch(name):
-        what = f"{name[:60]!r} cannot be the id of a Gymnasium environment"
-        raise InputError("ENVIRONMENT", what, where, "ids look like Hopper-v5 or namespace/Name-v0")
+        problem = f"{name[:60]!r} cannot be the id of a Gymnasium environment"
+        raise InputError(
+            "ENVIRONMENT", problem, where, "ids look like Hopper-v5 or namespace/Name-v0"
+        )
 
 
 def together(gather: Callable[[Any], list[Any]], make: Callable[[], Any]) -> list[Any]:
@@ -169,13 +171,13 @@ def together(gather: Callable[[Any], list[Any]], make: Callable[[], Any]) -> lis
         result = make()
     except GearError as caught:
         error = caught
-    answers = gather([error and error.what, result])
+    answers = gather([error and error.problem, result])
     if error is not None:
         raise error
     for rank, (failure, _) in enumerate(answers):
         if failure is not None:
-            what, remedy = f"rank {rank} failed: {failure}", "see its own message"
-            raise GearError("RANK_FAILED", what, remedy=remedy)
+            problem, remedy = f"rank {rank} failed: {failure}", "see its own message"
+            raise GearError("RANK_FAILED", problem, remedy=remedy)
     return [answer for _, answer in answers]
 
 

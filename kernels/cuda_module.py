@@ -105,9 +105,9 @@ def _module(source: str, device: int) -> Any:
     with cupy.cuda.Device(device) as gpu:
         capability = int(gpu.compute_capability)
         if capability < LEAST_CAPABILITY:
-            what = f"the GPU has compute capability {capability / 10}, the kernels need "
-            what += f"{LEAST_CAPABILITY / 10}"
-            raise UnavailableError("DEVICE", what, remedy="use engine='off'")
+            problem = f"the GPU has compute capability {capability / 10}, the kernels need "
+            problem += f"{LEAST_CAPABILITY / 10}"
+            raise UnavailableError("DEVICE", problem, remedy="use engine='off'")
         module = cupy.RawModule(
             code=(FOLDER / source).read_text(), options=OPTIONS, backend="nvrtc"
         )
@@ -130,10 +130,10 @@ def import_cupy() -> Any:
     return cupy
 
 
-def _cupy_error(what: str) -> UnavailableError:
+def _cupy_error(problem: str) -> UnavailableError:
     remedy = "install the CuPy for your CUDA: gear-offline[gpu] for CUDA 13, [gpu-cuda12] for "
     remedy += "CUDA 12; or use engine='off'"
-    return UnavailableError("PACKAGE_MISSING", what, remedy=remedy)
+    return UnavailableError("PACKAGE_MISSING", problem, remedy=remedy)
 
 
 _NUMBERS = {"i64": np.int64, "u64": np.uint64, "double": np.float64, "float": np.float32}

@@ -113,7 +113,7 @@ def check_range(seed: int, first_step: int, steps: int, count: int) -> None:
     """Refuse a seed, steps or slots that are out of range."""
     numbers = all(hasattr(value, "__index__") for value in (first_step, steps))
     last = operator.index(first_step) + operator.index(steps) if numbers else 0
-    for what, value, low, high in (
+    for problem, value, low, high in (
         ("seed", seed, 0, 1 << 64),
         ("step", first_step, 0, 1 << 63),
         ("last step", last, 0, 1 << 63),
@@ -122,7 +122,7 @@ def check_range(seed: int, first_step: int, steps: int, count: int) -> None:
     ):
         if not (hasattr(value, "__index__") and low <= operator.index(value) < high):
             remedy = f"use an integer in [{low}, {high})"
-            raise InputError("SELECTION", f"{what} {value} is out of range", remedy=remedy)
+            raise InputError("SELECTION", f"{problem} {value} is out of range", remedy=remedy)
 
 
 def slot_draws(

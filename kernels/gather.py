@@ -185,9 +185,9 @@ def real_steps(segments: Segments, lengths: Int64Array, span: int) -> Int64Array
     inside = episodes.min(initial=0) >= 0 and episodes.max(initial=0) < len(lengths)
     remaining = lengths[episodes] - starts if inside else episodes - episodes
     if remaining.min(initial=1) < 1 or starts.min(initial=0) < 0:
-        what = "a segment begins outside the dataset"
+        problem = "a segment begins outside the dataset"
         remedy = f"use episodes below {len(lengths)} and starts below their lengths"
-        raise InputError("SELECTION", what, remedy=remedy)
+        raise InputError("SELECTION", problem, remedy=remedy)
     real: Int64Array = np.minimum(remaining, span)
     if segments.lengths is not None:
         real = np.minimum(real, np.maximum(segments.lengths.reshape(-1), 1))

@@ -85,9 +85,9 @@ class GpuGather:
         if self._source == SAMPLE:
             self._load(SAMPLE)  # before masses move, which stay where they are
         if len(groups) > MAX_GROUPS:
-            what = f"{len(groups)} groups of columns, the GPU engine takes {MAX_GROUPS}"
+            problem = f"{len(groups)} groups of columns, the GPU engine takes {MAX_GROUPS}"
             remedy = "name fewer extra columns, or use engine='off'"
-            raise UnavailableError("DEVICE", what, remedy=remedy)
+            raise UnavailableError("DEVICE", problem, remedy=remedy)
         self._arrays = DeviceArrays(device)  # what addresses in the job point to
         self._ticket = torch.zeros(1, dtype=torch.int64, device=device)
         self._job = np.zeros(1, JOB)
@@ -190,8 +190,8 @@ class GpuGather:
             row["pieces"] = -(-span * row_bytes // unit // int(row["piece"]))
             return row
         if group.dtype not in TYPES or final not in (np.dtype(np.float32), np.dtype(np.int64)):
-            what = f"{field.name}: no cast from {group.dtype} to {final} on the GPU"
-            raise UnavailableError("DEVICE", what, remedy="use engine='off'")
+            problem = f"{field.name}: no cast from {group.dtype} to {final} on the GPU"
+            raise UnavailableError("DEVICE", problem, remedy="use engine='off'")
         if field.mean is not None and field.divisor is not None:
             row["mean"], row["divisor"] = keep(field.mean), keep(field.divisor)
         row["source"], row["to_int64"] = TYPES[group.dtype], final == np.int64

@@ -157,10 +157,10 @@ def _allocate(sizes: list[int], device: torch.device) -> list[Tensor]:
     try:
         return [torch.zeros(size, dtype=torch.int64, device=device) for size in sizes]
     except torch.OutOfMemoryError as error:
-        what = f"the priorities of {sizes[0]:,} steps need {size_text(8 * sum(sizes))} of GPU "
-        what += f"memory, {size_text(torch.cuda.mem_get_info(device)[0])} are free"
+        problem = f"the priorities of {sizes[0]:,} steps need {size_text(8 * sum(sizes))} of GPU "
+        problem += f"memory, {size_text(torch.cuda.mem_get_info(device)[0])} are free"
         remedy = "use engine='off', or another strategy"
-        raise GearError("MEMORY", what, remedy=remedy) from error
+        raise GearError("MEMORY", problem, remedy=remedy) from error
 
 
 def level_sizes(items: int) -> list[int]:

@@ -128,6 +128,6 @@ class DeviceFeedback(SegmentFeedback):
 def _learning(loader: GearLoader) -> Prioritized:
     """Return the loader's sampler that learns, or refuse it."""
     if loader.loss_sampler is None:
-        what = f"strategy {loader.selection.name!r} does not learn from losses"
-        raise InputError("SELECTION", what, remedy="use prioritized")
+        problem = f"strategy {loader.selection.name!r} does not learn from losses"
+        raise InputError("SELECTION", problem, remedy="use prioritized")
     return loader.loss_sampler

@@ -211,8 +211,10 @@ class GearLoader(Closing, Iterator[Batch]):
         if options.goals is not None:
             several = isinstance(dataset, JointDataset) or len(options.observations) > 1
             if several or GOALS in options.extra_columns:
-                what = "one dataset and column of observations; no extra_columns are called goals"
-                raise bad_option("goals", goals, what)
+                problem = (
+                    "one dataset and column of observations; no extra_columns are called goals"
+                )
+                raise bad_option("goals", goals, problem)
             self._goals = GoalSampler(options.goals, stream, self.context_length)
         opener = RowOpener(dataset, stream, self.world, self.device, options, self._goals)
         self.rows: Rows = opener.open()
@@ -338,10 +340,10 @@ class GearLoader(Closing, Iterator[Batch]):
         if get_worker_info() is not None:
             raise _one_process("a GearLoader does not run in worker processes of a DataLoader")
         if self.world.size > 1 and _is_dispatched():
-            what = "accelerate reads the loader of the first rank alone, "
-            what += "and that has its share only"
+            problem = "accelerate reads the loader of the first rank alone, "
+            problem += "and that has its share only"
             remedy = "iterate over the loader itself; leave it out of accelerator.prepare(...)"
-            raise InputError("LOADER_OPTION", what, remedy=remedy)
+            raise InputError("LOADER_OPTION", problem, remedy=remedy)
         return self
 
     def __next__(self) -> Batch:
@@ -497,10 +499,12 @@ def _task_bounds(dataset: TableData, device: torch.device) -> Tensor | None:
     return torch.from_numpy(dataset.first_episodes[1:-1].copy()).to(device)
 
 
-def _one_process(what: str) -> InputError:
-    what = f"{what}, where it would give the same batches again: the loader itself is the iterable"
+def _one_process(problem: str) -> InputError:
+    problem = (
+        f"{problem}, where it would give the same batches again: the loader itself is the iterable"
+    )
     remedy = "iterate over the loader, with num_workers=0; make one in each process"
-    return InputError("LOADER_OPTION", what, remedy=remedy)
+    return InputError("LOADER_OPTION", problem, remedy=remedy)
 
 
 def _is_dispatched() -> bool:
@@ -516,16 +520,18 @@ def _check_state(state: Mapping[str, Any], identity: Mapping[str, Any]) -> int:
         state = {}
     step = state.get("step")
     if state.get("format") != STATE_FORMAT or type(step) is not int or not 0 <= step < 1 << 63:
-        what = f"not a loader state of format {STATE_FORMAT}"
-        raise InputError("LOADER_STATE", what, remedy="pass what GearLoader.state_dict() returned")
+        problem = f"not a loader state of format {STATE_FORMAT}"
+        raise InputError(
+            "LOADER_STATE", problem, remedy="pass what GearLoader.state_dict() returned"
+        )
     differ = [
         f"{key} is {value!r} here and {state.get(key)!r} in the state"
         for key, value in identity.items()
         if plain(state.get(key)) != value
     ]
     if differ:
-        what = f"the state belongs to another stream of batches: {'; '.join(differ)}"
+        problem = f"the state belongs to another stream of batches: {'; '.join(differ)}"
         remedy = "build the loader with the saved options, and load what its loss_sampler had "
         remedy += "learned first; or start without the state"
-        raise InputError("LOADER_STATE", what, remedy=remedy)
+        raise InputError("LOADER_STATE", problem, remedy=remedy)
     return step

@@ -48,8 +48,8 @@ def check_options(arguments: Mapping[str, Any], device: torch.device) -> LoaderO
     try:
         options = LoaderOptions(**plain(values))
     except ValidationError as error:
-        what = option_text(LoaderOptions, error.errors()[0])
-        raise InputError("LOADER_OPTION", what) from error
+        problem = option_text(LoaderOptions, error.errors()[0])
+        raise InputError("LOADER_OPTION", problem) from error
     name = "placement" if options.placement in ("hbm", "peer") else "engine"
     if name == "placement" and options.engine == "off":
         raise bad_option("engine", "off", "'auto' or 'on' with rows in GPU memory")
@@ -68,12 +68,12 @@ def bad_option(name: str, value: object, allowed: str) -> InputError:
     return InputError("LOADER_OPTION", f"{name}={value!r} is not usable", remedy=f"use {allowed}")
 
 
-def no_engine(what: str) -> UnavailableError:
+def no_engine(problem: str) -> UnavailableError:
     """Return the error ``DEVICE`` where the GPU does not gather."""
     remedy = (
         "use device='cuda', engine='on', which says what is missing; or 'auto', placement='auto'"
     )
-    return UnavailableError("DEVICE", what, remedy=remedy)
+    return UnavailableError("DEVICE", problem, remedy=remedy)
 
 
 def find_world(world: World | Literal["auto"] | None, global_batch: int) -> World:
@@ -109,18 +109,20 @@ def choose_sampler(
         check_repeats(selection, type(selection).__name__)
     name, index, episodes = selection.name, selection.index, dataset.episodes
     if selection.padding not in (None, padding):
-        what = f"padding={padding!r} is not usable with strategy {name!r}"
-        raise InputError("LOADER_OPTION", what, remedy=f"use padding={selection.padding!r}")
+        problem = f"padding={padding!r} is not usable with strategy {name!r}"
+        raise InputError("LOADER_OPTION", problem, remedy=f"use padding={selection.padding!r}")
     if not np.array_equal(index.lengths, episodes.lengths[: index.episodes]):
-        what = f"strategy {name!r} was made for other episodes ({index.episodes} of {index.steps} "
-        what += f"steps) than the dataset has ({episodes.episodes} of {episodes.steps})"
+        problem = (
+            f"strategy {name!r} was made for other episodes ({index.episodes} of {index.steps} "
+        )
+        problem += f"steps) than the dataset has ({episodes.episodes} of {episodes.steps})"
         remedy = f"make it of this dataset: make_sampler({name!r}, dataset, ...)"
-        raise InputError("LOADER_OPTION", what, remedy=remedy)
+        raise InputError("LOADER_OPTION", problem, remedy=remedy)
     if selection.context_length not in (None, context_length):
-        what = f"strategy {name!r} was made for windows of {selection.context_length} steps, "
-        what += f"context_length={context_length} is not usable with it"
+        problem = f"strategy {name!r} was made for windows of {selection.context_length} steps, "
+        problem += f"context_length={context_length} is not usable with it"
         remedy = f"make it with context_length={context_length}"
-        raise InputError("LOADER_OPTION", what, remedy=remedy)
+        raise InputError("LOADER_OPTION", problem, remedy=remedy)
     return selection
 
 

@@ -207,10 +207,12 @@ class RowOpener:
         unfit = not sampler.ahead or sampler.cuts_windows
         engine = self.device.type == "cuda" and options.engine == "on"
         if unfit or engine or self.goals is not None:
-            what = f"strategy {sampler.name!r}" if unfit else "engine='on'" if engine else "goals"
-            what = f"rows that stay on disk, {reason}, do not serve {what}"
+            problem = (
+                f"strategy {sampler.name!r}" if unfit else "engine='on'" if engine else "goals"
+            )
+            problem = f"rows that stay on disk, {reason}, do not serve {problem}"
             remedy = "use placement='host' or more memory, or another option"
-            raise InputError("LOADER_OPTION", what, remedy=remedy)
+            raise InputError("LOADER_OPTION", problem, remedy=remedy)
         return reason
 
     def _open_disk(self, reason: str) -> DiskRows:

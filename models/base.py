@@ -280,15 +280,15 @@ class SequenceModel(nn.Module):
 
     def of_task(self, name: str) -> SequenceModel:
         """Return the model of one of several tasks."""
-        what = f"{type(self).__name__} cannot be taken apart by tasks"
-        raise InputError("MODEL", what, "data.tasks", "write its method of_task(name)")
+        problem = f"{type(self).__name__} cannot be taken apart by tasks"
+        raise InputError("MODEL", problem, "data.tasks", "write its method of_task(name)")
 
     def recompute(self) -> None:
         """Compute blocks again in the backward pass instead of keeping their activations."""
         if not blocks_of(self):
-            what = f"{type(self).__name__} names no blocks"
+            problem = f"{type(self).__name__} names no blocks"
             remedy = "give it a property `blocks`, or use train.recompute=false"
-            raise InputError("MODEL", what, "train.recompute", remedy)
+            raise InputError("MODEL", problem, "train.recompute", remedy)
         for block in blocks_of(self):
             block.forward = _recompute_forward(block, block.forward)
 
@@ -309,8 +309,8 @@ class SequenceModel(nn.Module):
     def config_text(self) -> str:
         """Return the facts and options that the model is made again from, JSON."""
         if not hasattr(self, "facts"):
-            what = f"{type(self).__name__} does not say what it was made of"
-            raise InputError("MODEL", what, "facts", "call super().__init__(facts, settings)")
+            problem = f"{type(self).__name__} does not say what it was made of"
+            raise InputError("MODEL", problem, "facts", "call super().__init__(facts, settings)")
         name, digest = self.part
         name = name or part_name(type(self))
         document: dict[str, Any] = {"kind": name, "digest": digest or digest_of(name)}
@@ -328,8 +328,8 @@ def _check_sizes(facts: ModelFacts, states: Any, actions: Tensor) -> None:
         sizes["actions"] = (prod(actions.shape[2:]), facts.action_dim)
     if wrong := [name for name, (got, need) in sizes.items() if got != need]:
         got, need = (", ".join(f"{n} of {sizes[n][side]}" for n in wrong) for side in (0, 1))
-        what = f"the batch has {got}, the model takes {need}"
-        raise InputError("MODEL", what, wrong[0], "build the model for these data")
+        problem = f"the batch has {got}, the model takes {need}"
+        raise InputError("MODEL", problem, wrong[0], "build the model for these data")
 
 
 class Losses(nn.Module):
@@ -431,12 +431,12 @@ def make_model(kind: str, facts: ModelFacts, settings: Any) -> SequenceModel:
         with calling_part(MODELS, f"making {kind_class.__name__}", kind):
             model = kind_class.build(facts, settings)
     if any(map(is_lazy, model.parameters())):
-        what = f"{kind_class.__name__} has lazy modules, whose sizes no file of weights can tell"
-        raise InputError("MODEL", what, kind, "give them sizes, as facts.state_dim")
+        problem = f"{kind_class.__name__} has lazy modules, whose sizes no file of weights can tell"
+        raise InputError("MODEL", problem, kind, "give them sizes, as facts.state_dim")
     names = {*model._modules, *model._parameters, *model._buffers}
     if clashes := sorted(names & {name for name in vars(SequenceModel) if name[0] != "_"}):
-        what = f"{kind_class.__name__}.{clashes[0]} is a method that all models have"
-        raise InputError("MODEL", what, kind, "rename it")
+        problem = f"{kind_class.__name__}.{clashes[0]} is a method that all models have"
+        raise InputError("MODEL", problem, kind, "rename it")
     model.part = kind, digest_of(kind) if is_part(kind) else ""
     return model
 
@@ -445,9 +445,9 @@ def model_class(kind: str) -> type[SequenceModel]:
     """Return the class that ``model.kind`` names."""
     candidate = find_part(MODELS, kind)
     if not (isinstance(candidate, type) and issubclass(candidate, SequenceModel)):
-        what = f"{kind} is no subclass of gear_offline.SequenceModel"
+        problem = f"{kind} is no subclass of gear_offline.SequenceModel"
         remedy = "derive it from that class, which is a torch.nn.Module"
-        raise InputError("MODEL", what, "model.kind", remedy)
+        raise InputError("MODEL", problem, "model.kind", remedy)
     return candidate
 
 

@@ -186,9 +186,9 @@ class DecisionTransformer(SequenceModel):
         """
         folder = Path(place)
         if (folder / "checkpoints").is_dir() and not (folder / "config.json").exists():
-            what = "this is a run, not a folder of weights"
+            problem = "this is a run, not a folder of weights"
             remedy = f"write go.load_policy({str(folder)!r}).model, or name a checkpoint of it"
-            raise InputError("USAGE", what, str(folder), remedy)
+            raise InputError("USAGE", problem, str(folder), remedy)
         if not folder.exists():
             folder = fetch(os.fspath(place), "model", "MODEL", only=FILES)
         if missing := ", ".join(name for name in FILES if not (folder / name).is_file()):
@@ -307,8 +307,8 @@ class DecisionTransformer(SequenceModel):
         """
         if isinstance(states, Mapping):
             if not isinstance(self.frame_encoder, ColumnEncoder):
-                what = f"states are the columns {', '.join(states)}, the model's are one tensor"
-                raise InputError("MODEL", what, "states", "give the tensor of one column")
+                problem = f"states are the columns {', '.join(states)}, the model's are one tensor"
+                raise InputError("MODEL", problem, "states", "give the tensor of one column")
             states = cast(Tensor, self.frame_encoder(states))
         elif self.frame_encoder is not None and (
             not states.is_floating_point() or states.ndim > 3  # a vector's have three dimensions
@@ -320,9 +320,11 @@ class DecisionTransformer(SequenceModel):
         """Return the loss of the actions, (B, K) float32."""
         actions = batch.actions
         if self.discrete and (actions.is_floating_point() or actions.ndim != 2):
-            what = f"actions are {actions.dtype} {tuple(actions.shape)}, the model's are discrete"
+            problem = (
+                f"actions are {actions.dtype} {tuple(actions.shape)}, the model's are discrete"
+            )
             remedy = "give integers (B, K), or build the model with discrete=False"
-            raise InputError("MODEL", what, where="actions", remedy=remedy)
+            raise InputError("MODEL", problem, where="actions", remedy=remedy)
         output = self(**batch.model_inputs(), padding=batch.padding, only_actions=True)
         return {"action": self.step_losses(output.action_preds, batch)}
 
@@ -423,9 +425,9 @@ class DecisionTransformer(SequenceModel):
         if self.goals:
             asked = self.features(asked).expand(-1, actions.shape[1], -1)
         if self.embed_task is not None and tasks is None:
-            what = "a model of several tasks needs the task of each window"
+            problem = "a model of several tasks needs the task of each window"
             remedy = "give tasks, or take one out: gear_offline.models.multitask.single_task"
-            raise InputError("MODEL", what, where="tasks", remedy=remedy)
+            raise InputError("MODEL", problem, where="tasks", remedy=remedy)
         if timesteps.device.type == "cpu" and not torch.compiler.is_compiling():
             check_timesteps(timesteps, self.config.max_ep_len)
         parts = self._parts(asked, self.features(states), actions)
@@ -477,9 +479,9 @@ class DecisionTransformer(SequenceModel):
         if actions.is_floating_point():
             return cast(Tensor, layer(actions.to(layer.weight.dtype)))
         if not self.discrete:
-            what = f"actions are {actions.dtype} but the model's actions are continuous"
+            problem = f"actions are {actions.dtype} but the model's actions are continuous"
             remedy = "build the model with discrete=True, or give floating-point actions"
-            raise InputError("MODEL", what, where="actions", remedy=remedy)
+            raise InputError("MODEL", problem, where="actions", remedy=remedy)
         return F.embedding(actions, layer.weight.t()) + layer.bias
 
     def _encode(self, tokens: Tensor, mask: Tensor | None, *, keep: Keep | None = None) -> Tensor:
@@ -499,11 +501,11 @@ def config_of(facts: ModelFacts, settings: TransformerSettings) -> TransformerCo
     """Return the configuration of a model; what does not fit is ``MODEL``."""
     hidden, encoder = settings.hidden_size, settings.encoder
     if hidden % settings.heads:
-        what = f"{settings.heads} heads do not divide a hidden size of {hidden}"
-        raise InputError("MODEL", what, where="model.heads")
+        problem = f"{settings.heads} heads do not divide a hidden size of {hidden}"
+        raise InputError("MODEL", problem, where="model.heads")
     if settings.is_stochastic and (facts.discrete or len(facts.tasks) > 1):
-        what = "a Gaussian policy is for continuous actions of one task"
-        raise InputError("MODEL", what, "model.policy", "use model.policy=deterministic")
+        problem = "a Gaussian policy is for continuous actions of one task"
+        raise InputError("MODEL", problem, "model.policy", "use model.policy=deterministic")
     framed = [column.shape for column in facts.columns if column.frames]
     shown = {"encoder": resolve_encoder(encoder, framed[0] if framed else ())}
     columns = [c.model_copy(update=shown) if c.frames else c for c in facts.columns]
@@ -605,9 +607,9 @@ def check_timesteps(timesteps: Tensor | int, max_timestep: int) -> None:
     else:
         low, high = (int(value) for value in torch.aminmax(timesteps))
     if low < 0 or high >= max_timestep:
-        what = f"timestep {low if low < 0 else high} has no embedding among {max_timestep}"
+        problem = f"timestep {low if low < 0 else high} has no embedding among {max_timestep}"
         remedy = "set max_timestep to at least the longest episode"
-        raise InputError("MODEL", what, "model.max_timestep", remedy)
+        raise InputError("MODEL", problem, "model.max_timestep", remedy)
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:

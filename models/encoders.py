@@ -68,13 +68,13 @@ class InputColumn(BaseModel):
         """
         rows, where = np.asarray(values), self.name and f"observations[{self.name!r}]"
         if rows.size != count * self.size:
-            what = f"observations of shape {rows.shape} are not those of "
-            what += count_text(count, "environment")
+            problem = f"observations of shape {rows.shape} are not those of "
+            problem += count_text(count, "environment")
             remedy = f"give each that acts {self.size} elements: act(observation[None])"
-            raise InputError("MODEL", what, where, remedy)
+            raise InputError("MODEL", problem, where, remedy)
         if self.frames and rows.dtype.kind != ("u" if self.frames == "uint8" else "f"):
-            what = f"frames are {rows.dtype}, the model expects {self.frames}"
-            raise InputError("MODEL", what, where)
+            problem = f"frames are {rows.dtype}, the model expects {self.frames}"
+            raise InputError("MODEL", problem, where)
         if self.frames and rows.shape[1:] != self.shape and rows.ndim == 4:
             first, last = channels_last(rows.shape[1:]), channels_last(self.shape)
             if first == last:
@@ -198,8 +198,8 @@ def resolve_encoder(encoder: str, frame_shape: Sequence[int]) -> str:
     if encoder == "auto":
         return "cnn" if frame_shape else "none"
     if encoder != "none" and not frame_shape:
-        what = f"the {encoder} encoder needs frames, the states are vectors"
-        raise InputError("MODEL", what, "model.encoder", "use model.encoder=auto")
+        problem = f"the {encoder} encoder needs frames, the states are vectors"
+        raise InputError("MODEL", problem, "model.encoder", "use model.encoder=auto")
     return encoder
 
 
@@ -210,18 +210,20 @@ def _nature(channels: int, height: int, width: int) -> tuple[list[nn.Conv2d], in
         layers.append(nn.Conv2d(channels, out, kernel, stride))
         channels, sizes = out, [(size - kernel) // stride + 1 for size in sizes]
     if min(sizes) < 1:
-        what = f"frames of {height} x {width} pixels are too small for the cnn encoder"
+        problem = f"frames of {height} x {width} pixels are too small for the cnn encoder"
         encoder = "patch" if _patch_size(height, width) else "none"
-        raise InputError("MODEL", what, "model.encoder", f"use model.encoder={encoder}")
+        raise InputError("MODEL", problem, "model.encoder", f"use model.encoder={encoder}")
     return layers, prod(sizes)
 
 
 def _patches(channels: int, height: int, width: int) -> tuple[list[nn.Conv2d], int]:
     size = _patch_size(height, width)
     if not size:
-        what = f"frames of {height} x {width} pixels have no patches of up to {LARGEST_PATCH} "
+        problem = f"frames of {height} x {width} pixels have no patches of up to {LARGEST_PATCH} "
         encoder = "cnn" if min(height, width) >= NATURE_SIDE else "none"
-        raise InputError("MODEL", what + "pixels", "model.encoder", f"use model.encoder={encoder}")
+        raise InputError(
+            "MODEL", problem + "pixels", "model.encoder", f"use model.encoder={encoder}"
+        )
     layer = nn.Conv2d(channels, PATCH_CHANNELS, size, size)
     return [layer], (height // size) * (width // size)
 

@@ -49,9 +49,9 @@ def read_released(place: str | os.PathLike[str]) -> DecisionTransformerModel:
     try:
         return DecisionTransformerModel.from_pretrained(place)
     except (OSError, ValueError) as error:
-        what = f"no Decision Transformer is there: {str(error).splitlines()[0]}"
+        problem = f"no Decision Transformer is there: {str(error).splitlines()[0]}"
         remedy = "give a run, a policy folder, or a model's name on the Hub"
-        raise InputError("MODEL", what, str(place), remedy) from error
+        raise InputError("MODEL", problem, str(place), remedy) from error
 
 
 class Released(SequenceModel):
@@ -67,8 +67,8 @@ class Released(SequenceModel):
         super().__init__(facts, settings)
         frames = len(facts.columns) > 1 or facts.columns[0].frames
         if facts.goals or facts.tasks or frames or settings.is_stochastic:
-            what = "the released class takes vectors and returns-to-go, of one task"
-            raise InputError("MODEL", what, "model.kind", "use model.kind=decision_transformer")
+            problem = "the released class takes vectors and returns-to-go, of one task"
+            raise InputError("MODEL", problem, "model.kind", "use model.kind=decision_transformer")
         config = config_of(facts, settings)
         self.released = DecisionTransformerModel(_released_config(config))
         for name, parameter in self.released.named_parameters():

@@ -38,11 +38,11 @@ class MLP(SequenceModel):
         if (settings.condition == "goals") != facts.goals and settings.condition != "nothing":
             have = "goals, as the loader gives" if facts.goals else "returns: there are no goals"
             remedy = "loader.goals={future: 1.0} gives goals; model.condition=nothing needs none"
-            what = f"model.condition={settings.condition}, but windows have {have}"
-            raise InputError("MODEL", what, "model.condition", remedy)
+            problem = f"model.condition={settings.condition}, but windows have {have}"
+            raise InputError("MODEL", problem, "model.condition", remedy)
         if settings.history > facts.context_length:
-            what = f"model.history={settings.history} steps of windows of {facts.context_length}"
-            raise InputError("MODEL", what, "model.history", "raise loader.context_length")
+            problem = f"model.history={settings.history} steps of windows of {facts.context_length}"
+            raise InputError("MODEL", problem, "model.history", "raise loader.context_length")
         extra = {"nothing": 0, "returns": 1, "goals": facts.state_width}[settings.condition]
         width, activation = settings.hidden_size, ACTIVATIONS[settings.activation]
         sizes = [settings.history * facts.state_width + extra, *[width] * settings.layers]

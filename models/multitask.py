@@ -60,10 +60,10 @@ def find_task(model: SequenceModel, name: str | None) -> tuple[int, ModelTask]:
         return 0, tasks[0]
     if name not in names:
         several = "the model has several tasks, and none was named"
-        what = several if name is None else f"no task {name!r}"
+        problem = several if name is None else f"no task {name!r}"
         remedy = f"say one of {', '.join(names)}: --task, in Python task="
         remedy = remedy if names else "the model was made for one dataset"
-        raise InputError("RECIPE", what, where="model", remedy=remedy)
+        raise InputError("RECIPE", problem, where="model", remedy=remedy)
     return names.index(name), tasks[names.index(name)]
 
 

@@ -116,8 +116,8 @@ class Policy:
         model_facts, names = model.facts, [c.name for c in window.columns]
         inputs = model_facts.columns
         if len(inputs) > 1 and [column.name for column in inputs] != names:
-            what = f"the model's observations are {', '.join(c.name for c in inputs)}"
-            raise InputError("MODEL", f"{what}, the window's {', '.join(names)}")
+            problem = f"the model's observations are {', '.join(c.name for c in inputs)}"
+            raise InputError("MODEL", f"{problem}, the window's {', '.join(names)}")
         self.columns = dict(zip(names, inputs, strict=True))
         self.max_timestep, self.state_dim = model_facts.max_timestep, model_facts.state_dim
         self.action_dim, self.discrete = model_facts.action_dim, model_facts.discrete
@@ -125,8 +125,8 @@ class Policy:
         self.stochastic = model.stochastic
         for scales, column in zip(window.columns, inputs, strict=True):
             if scales.state_mean is not None and len(scales.state_mean) != column.size:
-                what = f"state_mean has {len(scales.state_mean)} elements"
-                raise InputError("MODEL", f"{what}, the model expects {column.size} states")
+                problem = f"state_mean has {len(scales.state_mean)} elements"
+                raise InputError("MODEL", f"{problem}, the model expects {column.size} states")
         self._targets: Float64Array = np.zeros((0, self.state_dim) if self.goals else 0)
         self._steps: Int64Array = np.zeros(0, np.int64)
         self._waiting: BoolArray = np.zeros(0, np.bool_)  # for a reward
@@ -224,15 +224,26 @@ class Policy:
         """
         if targets is None:
             if type(indices) is int and indices == 0:
-                what, remedy = "0 alone is an index or a return", "write policy.reset(0.0) to ask "
-                raise InputError("USAGE", what, remedy=f"{remedy}for 0, or policy.reset(0, TARGET)")
+                problem, remedy = (
+                    "0 alone is an index or a return",
+                    "write policy.reset(0.0) to ask ",
+                )
+                raise InputError(
+                    "USAGE", problem, remedy=f"{remedy}for 0, or policy.reset(0, TARGET)"
+                )
             indices, targets = None, indices
         if targets is None:
             if self.goals or not self.facts.targets:
-                what, remedy = "the policy knows no return to ask for", "write policy.reset(3600)"
+                problem, remedy = (
+                    "the policy knows no return to ask for",
+                    "write policy.reset(3600)",
+                )
                 if self.goals:
-                    what, remedy = "there is no goal to reach", 'write policy.reset(info["goal"])'
-                raise InputError("USAGE", what, remedy=remedy)
+                    problem, remedy = (
+                        "there is no goal to reach",
+                        'write policy.reset(info["goal"])',
+                    )
+                raise InputError("USAGE", problem, remedy=remedy)
             targets = self.facts.targets[0]
         if indices is None:
             if np.ndim(targets) != int(self.goals) or self.environments > 1:  # a goal is a state
@@ -250,8 +261,10 @@ class Policy:
             fits = values.shape in ((self.state_dim,), (*envs.shape, self.state_dim))
         if not fits or not np.isfinite(values).all():
             expected = f"states of {self.state_dim} elements" if self.goals else "returns"
-            what = f"targets of shape {values.shape} are not finite {expected}"
-            raise InputError("MODEL", what, remedy="give one for each environment, or one for all")
+            problem = f"targets of shape {values.shape} are not finite {expected}"
+            raise InputError(
+                "MODEL", problem, remedy="give one for each environment, or one for all"
+            )
         self._targets[envs] = values
         self._steps[envs] = 0
         self._waiting[envs] = False
@@ -362,9 +375,9 @@ class Policy:
         columns = dict(_leaves(observations)) or {next(iter(self.columns)): observations}
         names = match_columns(tuple(self.columns), tuple(columns))
         if missing := [name for name in self.columns if name not in names]:
-            what = f"no {', '.join(missing)} among {', '.join(columns)}"
+            problem = f"no {', '.join(missing)} among {', '.join(columns)}"
             remedy = f"give a mapping of {', '.join(self.columns)}"
-            raise InputError("MODEL", what, "observations", remedy)
+            raise InputError("MODEL", problem, "observations", remedy)
         states = {}
         for scales, (name, column) in zip(self.window.columns, self.columns.items(), strict=True):
             rows = column.rows(columns[names[name]], count)
@@ -438,8 +451,8 @@ class Policy:
         envs = self._check_indices(indices)
         values = np.asarray(rewards, dtype=np.float64).reshape(-1)
         if values.size != len(envs):
-            what = f"{values.size} rewards of {count_text(len(envs), 'environment')}"
-            raise InputError("MODEL", what, remedy="give each that acted its own")
+            problem = f"{values.size} rewards of {count_text(len(envs), 'environment')}"
+            raise InputError("MODEL", problem, remedy="give each that acted its own")
         _check_finite(values, "reward")
         if not self._waiting[envs].all():
             raise InputError("MODEL", "observe_reward was called without an act before it")
@@ -452,8 +465,8 @@ class Policy:
     def _check_indices(self, indices: npt.ArrayLike | None) -> Int64Array:
         envs = np.arange(self.environments) if indices is None else _numbers(indices)
         if envs.size == 0 or envs.max() >= self.environments:
-            what = f"{envs.size} environments chosen among {self.environments}"
-            raise InputError("MODEL", what, remedy="reset an environment before acting in it")
+            problem = f"{envs.size} environments chosen among {self.environments}"
+            raise InputError("MODEL", problem, remedy="reset an environment before acting in it")
         return envs
 
     def _grow(self, added: int) -> None:
@@ -474,8 +487,8 @@ def _numbers(indices: npt.ArrayLike) -> Int64Array:
     numbers = np.flatnonzero(values) if values.dtype == np.bool_ else values.astype(np.int64)
     is_once = len({*numbers.tolist()}) == len(numbers) and (numbers >= 0).all()
     if values.size and (values.dtype.kind not in "biu" or not is_once):
-        what = f"{values} are no different numbers of environments from 0 on"
-        raise InputError("MODEL", what, remedy="give whole numbers, each once, or a mask")
+        problem = f"{values} are no different numbers of environments from 0 on"
+        raise InputError("MODEL", problem, remedy="give whole numbers, each once, or a mask")
     return numbers
 
 
@@ -564,6 +577,6 @@ def _check_finite(values: Array, name: str) -> None:
     with np.errstate(over="ignore"):
         finite = np.isfinite(values.astype(np.float32)).reshape(len(values), -1).all(axis=1)
     if not finite.all():
-        what = f"{name} {int(np.argmin(finite))} is NaN, infinite or too large for float32"
+        problem = f"{name} {int(np.argmin(finite))} is NaN, infinite or too large for float32"
         remedy = "look at the environment: its simulation has probably diverged"
-        raise InputError("MODEL", what, remedy=remedy)
+        raise InputError("MODEL", problem, remedy=remedy)

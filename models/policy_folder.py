@@ -107,10 +107,10 @@ def _check_readable(model: SequenceModel, config: bytes, weights: Mapping[str, T
     try:
         assemble(config, weights, model.part[0] or None)
     except Exception as error:  # whatever a model's own code raises
-        what = f"load_policy could not read it: {first_line(error)}"
+        problem = f"load_policy could not read it: {first_line(error)}"
         remedy = "derive the class from gear_offline.SequenceModel; make it by model.kind, or as "
         remedy += "Model(facts, settings)"
-        raise InputError("MODEL", what, type(model).__name__, remedy) from error
+        raise InputError("MODEL", problem, type(model).__name__, remedy) from error
 
 
 def read_policy(folder: Path, kind: str | None = None) -> tuple[SequenceModel, PolicyFile]:
@@ -128,8 +128,8 @@ def read_policy(folder: Path, kind: str | None = None) -> tuple[SequenceModel, P
     except Exception as error:  # a library's own checks raise what they like
         if is_out_of_memory(error) or is_parts(error):
             raise
-        what, remedy = f"the policy is damaged: {first_line(error)}", "get or save it again"
-        raise InputError("RUN_DAMAGED", what, str(folder), remedy) from error
+        problem, remedy = f"the policy is damaged: {first_line(error)}", "get or save it again"
+        raise InputError("RUN_DAMAGED", problem, str(folder), remedy) from error
 
 
 def is_parts(error: Exception) -> bool:
@@ -158,8 +158,11 @@ def assemble(
             model = model_from_config(document, kind or stored_kind)
     else:
         if kind not in (None, "decision_transformer"):
-            what, remedy = f"the weights are a Decision Transformer's, not {kind}'s", "leave it out"
-            raise InputError("MODEL", what, "model.kind", remedy)
+            problem, remedy = (
+                f"the weights are a Decision Transformer's, not {kind}'s",
+                "leave it out",
+            )
+            raise InputError("MODEL", problem, "model.kind", remedy)
         return DecisionTransformer.of_weights(config, weights).eval()
     assign_weights(model, weights, copied=not is_own)
     return model.eval()

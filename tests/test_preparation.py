@@ -274,7 +274,7 @@ def test_a_named_source_is_compared_with_the_dataset(
         return
     with one_error("DATA_MISMATCH") as caught:
         prepare_one(recipe, quiet=True)
-    assert wanted in caught.value.what
+    assert wanted in caught.value.problem
 
 
 def test_a_dataset_of_edits_is_not_taken_for_its_source(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_a_dataset_of_edits_is_not_taken_for_its_source(tmp_path: Path) -> None:
     convert(file, tmp_path / "d", where="length > 0", quiet=True)
     with one_error("DATA_MISMATCH") as caught:
         prepare_one(tiny_recipe(tmp_path / "d", f"data.source={file}"), quiet=True)
-    assert "x.hdf5 with edits (where length > 0" in caught.value.what
+    assert "x.hdf5 with edits (where length > 0" in caught.value.problem
     assert prepare_one(tiny_recipe(tmp_path / "d"), quiet=True).spec.steps > 0
 
 

@@ -138,7 +138,7 @@ def test_resuming_with_another_recipe_names_the_change(whole: Path, data: Path) 
             train_run(tiny_recipe(data, change), out=whole, resume=True, quiet=True)
     with one_error("RUN_MISMATCH") as caught:  # all at once
         train_run(tiny_recipe(data, *changes.split()), out=whole, resume=True, quiet=True)
-    assert {text.split()[0] for text in caught.value.what.split("; ")} == {
+    assert {text.split()[0] for text in caught.value.problem.split("; ")} == {
         change.split("=")[0] for change in changes.split()
     }
     with one_error("RUN_MISMATCH", "^.RUN_MISMATCH. model.kind was [^;]* and is 'mlp' now .*$"):

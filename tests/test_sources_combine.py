@@ -37,7 +37,7 @@ def code(call: Any, *values: Any, **options: Any) -> tuple[str, str]:
     with pytest.raises(InputError) as caught:
         call(*values, **options)
     assert caught.value.remedy
-    return caught.value.code, f"{caught.value.what} ({caught.value.where})"
+    return caught.value.code, f"{caught.value.problem} ({caught.value.where})"
 
 
 @pytest.mark.parametrize(
@@ -412,7 +412,7 @@ def test_a_ring_that_is_not_clear_is_asked_for(
     columns = {"observations": rows[:, None], "actions": rows[:, None], "terminals": rows % 5 == 4}
     path = saved(tmp_path / "x.npz", columns, numbers)
     if told:
-        assert told in refused(path, "SOURCE_LAYOUT").what
+        assert told in refused(path, "SOURCE_LAYOUT").problem
         return
     with open_source(path) as source:
         assert source.read("observations", 0, 60)[:, 0].tolist() == rows.tolist()

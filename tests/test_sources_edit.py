@@ -281,7 +281,7 @@ def test_edits_that_cannot_be_made_are_one_error(
     with pytest.raises(InputError) as caught:
         convert(from_episodes(episodes_of([4, 5, 6])), tmp_path / "d", quiet=True, **options)
     error = caught.value
-    assert error.code == code and said in f"{error.what} ({error.where})" and error.remedy
+    assert error.code == code and said in f"{error.problem} ({error.where})" and error.remedy
     assert not (tmp_path / "d").exists()
 
 

@@ -50,7 +50,7 @@ for flags in (os.O_RDONLY, os.O_RDWR):
 try:
     SharedMemory.attach(handle)
 except GearError as error:
-    print(error.code, error.what)
+    print(error.code, error.problem)
 """
 
 

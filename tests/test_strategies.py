@@ -141,7 +141,7 @@ def test_returns_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     recipe = recipe_of(open_dataset(tmp_path / "d"))
     with one_error("COLUMN") as caught:
         compare_strategies(recipe, strategies="fifo", out=tmp_path / "out", quiet=True)
-    assert "2 episodes" in caught.value.what
+    assert "2 episodes" in caught.value.problem
 
 
 def test_data_without_rewards_have_no_returns_to_compare(tmp_path: Path) -> None:

@@ -130,8 +130,8 @@ def audit(
     )
     for peer in peers:
         if (foreign := _describe_columns(peer)) != (columns := _describe_columns(data)):
-            what = f"{peer.path} has {foreign}, {data.path} {columns}"
-            raise InputError("COLUMN", what, "against", "compare like columns")
+            problem = f"{peer.path} has {foreign}, {data.path} {columns}"
+            raise InputError("COLUMN", problem, "against", "compare like columns")
     steps, shared = _Steps(data), list[Finding]()
     total = sum(each.spec.steps for each in (data, *peers))
     with Progress(f"audit {data.path.name}", total=total, unit="steps", quiet=quiet) as progress:

@@ -156,9 +156,9 @@ def blame(
     requested, last = last, min(last, recipe.train.batch_of(recipe.train.steps - 1))
     batches, past = _list_batches(recipe, max(0, first), last + 1), _list_batches(recipe, 0, first)
     if not len(batches):
-        what = f"no batches from {first} to {requested}"
+        problem = f"no batches from {first} to {requested}"
         remedy = f"the run has those of 0 to {last}"
-        raise InputError("USAGE", what, str(opened.path), remedy)
+        raise InputError("USAGE", problem, str(opened.path), remedy)
     ordinary = _list_batches(recipe, max(0, first - len(batches)), first)
     if not len(ordinary):
         ordinary = _list_batches(recipe, last + 1, last + 1 + len(batches))
@@ -204,9 +204,9 @@ def blame(
     )
 
 
-def _unknown(run: Run, what: str) -> InputError:
+def _unknown(run: Run, problem: str) -> InputError:
     remedy = "only batches of fixed data and of strategies that do not learn can be told"
-    return InputError("SELECTION", what, str(run.path), remedy)
+    return InputError("SELECTION", problem, str(run.path), remedy)
 
 
 def _list_batches(recipe: Recipe, first: int, end: int) -> Int64Array:

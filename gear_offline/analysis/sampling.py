@@ -111,20 +111,20 @@ def _label(name: str, options: Mapping[str, Any]) -> str:
     return " ".join([name, *short])
 
 
-def _usage_error(what: str, remedy: str) -> InputError:
-    return InputError("USAGE", what, "--strategies", remedy)
+def _usage_error(problem: str, remedy: str) -> InputError:
+    return InputError("USAGE", problem, "--strategies", remedy)
 
 
 def describe(dataset: TableData) -> Data:
     """Describe the data to draw from; refuse returns that are not finite (``COLUMN``)."""
     returns, lengths = dataset.returns, dataset.episodes.lengths
     if bad := int((~np.isfinite(returns)).sum()):
-        what = f"{count_text(bad, 'episode')} with a return that is NaN or infinite"
+        problem = f"{count_text(bad, 'episode')} with a return that is NaN or infinite"
         remedy = "convert the source again without --allow-nonfinite, or leave them out"
         if "rewards" not in dataset.spec:
-            what = "the data have no rewards, so no returns to compare draws by"
+            problem = "the data have no rewards, so no returns to compare draws by"
             remedy = "compare scores: `gear-offline sweep RECIPE selection.strategy=A,B --seeds 5`"
-        raise InputError("COLUMN", what, data_name(dataset), remedy)
+        raise InputError("COLUMN", problem, data_name(dataset), remedy)
     shares, edges = _histogram(returns, lengths)
     return Data(
         path=data_name(dataset),

@@ -93,8 +93,8 @@ def compare_strategies(
     candidates = parse_candidates(strategies, full_recipe)
     numbers = parse_seeds(seeds, full_recipe.seed)
     if train and full_recipe.evaluate.episodes == 0:
-        what = "strategies are compared by their returns, but evaluate.episodes is 0"
-        raise InputError("USAGE", what, remedy="leave out --train to see what strategies draw")
+        problem = "strategies are compared by their returns, but evaluate.episodes is 0"
+        raise InputError("USAGE", problem, remedy="leave out --train to see what strategies draw")
     check_folder(folder, output=folder)  # before anything is drawn
     dataset = prepare_dataset(full_recipe, quiet=quiet)
     comparison = _measure_candidates(full_recipe, candidates, dataset, quiet=quiet)

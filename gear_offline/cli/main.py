@@ -496,8 +496,8 @@ def strategies(
 ) -> None:
     """Compare sampling strategies: what they draw and, with --train, what is learnt from it."""
     if not train and (seeds is not None or parallel is not None or exact or ray):
-        what = "--seeds, --parallel, --exact and --ray are for --train"
-        raise InputError("USAGE", what, remedy="add --train")
+        problem = "--seeds, --parallel, --exact and --ray are for --train"
+        raise InputError("USAGE", problem, remedy="add --train")
     whole = go.load_recipe(recipe, overrides)
     from gear_offline.analysis.sampling import parse_candidates
     from gear_offline.sweep.trials import parse_seeds

@@ -80,9 +80,9 @@ def typed_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
         text = json.dumps(options or {}, default=lambda value: value.tolist())
         typed = dict[str, Any](json.loads(text))
     except (TypeError, ValueError, AttributeError) as error:
-        what = f"{options!r:.80} are no numbers, texts, lists and mappings of them by name"
+        problem = f"{options!r:.80} are no numbers, texts, lists and mappings of them by name"
         remedy = "write {'g': 1.0}; register an environment that takes other objects by itself"
-        raise InputError("ENVIRONMENT", what, "environment_options", remedy) from error
+        raise InputError("ENVIRONMENT", problem, "environment_options", remedy) from error
     admit([options_name(typed)] if beyond_bounds(typed) else [])
     return typed
 

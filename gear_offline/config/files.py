@@ -87,8 +87,8 @@ def find_recipe(name_or_path: str | os.PathLike[str], *, relative_to: Path | Non
         return shipped[text]
     train = "gear-offline train paper data.path="
     if (path / "manifest.json").is_file():
-        what = f"{text} is a dataset, not a recipe"
-        raise InputError("RECIPE", what, remedy=f"{train}{typed(text)}")
+        problem = f"{text} is a dataset, not a recipe"
+        raise InputError("RECIPE", problem, remedy=f"{train}{typed(text)}")
     if path.is_file():
         data = typed(f"data/{path.stem}")
         remedy = "a recipe's name ends with .yaml; if it is data: "
@@ -98,11 +98,11 @@ def find_recipe(name_or_path: str | os.PathLike[str], *, relative_to: Path | Non
         raise lost_recipe(path)
     guess = nearest(path.stem, list(shipped))
     may_be_run = path.is_dir() or (is_path and not path.suffix)
-    what = f"no recipe {text!r}" + (" and no run there" if may_be_run else "")
+    problem = f"no recipe {text!r}" + (" and no run there" if may_be_run else "")
     if path.suffix in (".yaml", ".yml"):
-        what = f"there is no file {text}"
+        problem = f"there is no file {text}"
     remedy = (f"did you mean {guess!r}? " if guess else "") + "`gear-offline recipes ls` lists them"
-    raise InputError("RECIPE", what, str(relative_to or ""), remedy)
+    raise InputError("RECIPE", problem, str(relative_to or ""), remedy)
 
 
 def lost_recipe(run: Path) -> InputError:
@@ -149,8 +149,8 @@ def with_bases(path: Path, depth: int = 0) -> tuple[dict[str, Any], set[str]]:
     if not isinstance(base, str):
         raise InputError("RECIPE", f"base must be text, got {base!r}", where=str(path))
     if depth == MAX_BASES:
-        what = f"bases go round, or deeper than {MAX_BASES} files"
-        raise InputError("RECIPE", what, str(path), "shorten the chain")
+        problem = f"bases go round, or deeper than {MAX_BASES} files"
+        raise InputError("RECIPE", problem, str(path), "shorten the chain")
     below, more = with_bases(find_recipe(base, relative_to=path), depth + 1)
     about_base = ("name", "description")
     below = {k: v for k, v in below.items() if k not in about_base}

@@ -115,7 +115,7 @@ def _place(problem: Any) -> list[str]:
 def problem_text(problem: Any) -> str:
     """Word pydantic's problem with a value: its place, what it must be, what it is."""
     cause = problem.get("ctx", {}).get("error")
-    text = cause.what if isinstance(cause, InputError) else problem["msg"]
+    text = cause.problem if isinstance(cause, InputError) else problem["msg"]
     message = text.removeprefix("Value error, ").partition(" or instance of ")[0]
     for term, plain in _WORDS.items():
         message = message.replace(term, plain)
@@ -132,13 +132,13 @@ def problem_text(problem: Any) -> str:
 
 def no_data(data: StoredSettings, *, is_of_run: bool = False) -> InputError:
     """Return the error of a recipe whose dataset is not there; that of a run is not made again."""
-    what = "the recipe names no data"
+    problem = "the recipe names no data"
     remedy = "set data.path to a dataset; `gear-offline convert FILE data/mine` makes one"
     if data.path is not None:
-        what = f"no dataset at {data.path} (relative to {Path.cwd()})"
+        problem = f"no dataset at {data.path} (relative to {Path.cwd()})"
         remedy = "make it with `gear-offline convert`, or say what to convert: data.source"
     if is_of_run:
         remedy = "the run began with it: say where it is now, data.path=PATH"
     elif data.maker.source or data.maker.collect:
         remedy = "`gear-offline train` makes it"
-    return InputError("DATASET_NOT_FOUND", what, where="data.path", remedy=remedy)
+    return InputError("DATASET_NOT_FOUND", problem, where="data.path", remedy=remedy)

@@ -54,8 +54,8 @@ def asked_returns(targets: Any) -> tuple[float, ...]:
             values = [values]
         return tuple(target_list([float(target) for target in values]))
     except (TypeError, ValueError) as error:
-        what, remedy = f"target returns {targets!r}: {error}", "write them like 3600,1800"
-        raise InputError("USAGE", what, where="evaluate.targets", remedy=remedy) from error
+        problem, remedy = f"target returns {targets!r}: {error}", "write them like 3600,1800"
+        raise InputError("USAGE", problem, where="evaluate.targets", remedy=remedy) from error
 
 
 def from_text(value: Any) -> Any:
@@ -109,8 +109,10 @@ class Section(BaseModel):
     )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        what = f"recipes do not change: {name} cannot be set"
-        raise InputError("RECIPE", what, remedy='recipe.replace({"train.steps": 5}) gives another')
+        problem = f"recipes do not change: {name} cannot be set"
+        raise InputError(
+            "RECIPE", problem, remedy='recipe.replace({"train.steps": 5}) gives another'
+        )
 
 
 class CollectSettings(Section):
@@ -329,8 +331,8 @@ class DataSettings(StoredSettings):
                 raise ValueError("schedule needs tasks")
             return self
         if single:
-            what = f"write data.tasks.NAME.{single[0]}"
-            raise ValueError(f"{single[0]} and tasks exclude each other: {what}")
+            problem = f"write data.tasks.NAME.{single[0]}"
+            raise ValueError(f"{single[0]} and tasks exclude each other: {problem}")
         steps = [point.step for point in self.schedule or ()]
         if steps != sorted(set(steps)):
             raise ValueError(f"the steps of schedule must rise, got {steps}")

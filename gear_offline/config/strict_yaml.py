@@ -31,11 +31,11 @@ def parse_yaml(text: str, *, where: str) -> Any:
         _check_events(text)
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
-        what, mark = f"{error.context or ''} {error.problem}", error.problem_mark
+        problem, mark = f"{error.context or ''} {error.problem}", error.problem_mark
         place = f"{where} line {mark.line + 1}, column {mark.column + 1}" if mark else where
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        what, place = " ".join(str(error).split())[:200], where
-    raise InputError("RECIPE", what, place, "write plain `key: value` YAML, indented by spaces")
+        problem, place = " ".join(str(error).split())[:200], where
+    raise InputError("RECIPE", problem, place, "write plain `key: value` YAML, indented by spaces")
 
 
 def typed_value(key: str, text: str) -> Any:
@@ -51,8 +51,8 @@ def read_yaml(path: Path) -> Any:
     try:
         text = read_regular(path, most=MAX_BYTES).decode()
     except (OSError, ValueError) as error:
-        what, remedy = f"cannot be read: {error}", "give a small file of UTF-8 text"
-        raise InputError("RECIPE", what, str(path), remedy) from error
+        problem, remedy = f"cannot be read: {error}", "give a small file of UTF-8 text"
+        raise InputError("RECIPE", problem, str(path), remedy) from error
     return parse_yaml(text, where=str(path))
 
 
@@ -80,8 +80,8 @@ def byte_count(value: Any) -> Any:
     try:
         return int(TypeAdapter(ByteSize).validate_python(value))
     except ValueError:
-        what = f"{value!r} is not a size; write it like 256MiB, 2GB or 1048576"
-        raise ValueError(what) from None
+        problem = f"{value!r} is not a size; write it like 256MiB, 2GB or 1048576"
+        raise ValueError(problem) from None
 
 
 def _check_events(text: str) -> None:

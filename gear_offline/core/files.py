@@ -210,9 +210,9 @@ def check_folder(folder: Path, *, output: Path) -> None:
         raise unusable(output, f"you may not write in {lowest.absolute()}")
 
 
-def unusable(path: Path, what: str, remedy: str = "choose another place") -> InputError:
+def unusable(path: Path, problem: str, remedy: str = "choose another place") -> InputError:
     """Return the error (``OUTPUT_WRITE``) of a path that is no place for an output."""
-    return InputError("OUTPUT_WRITE", what, str(path), remedy)
+    return InputError("OUTPUT_WRITE", problem, str(path), remedy)
 
 
 @contextmanager
@@ -226,9 +226,9 @@ def writing(path: Path) -> Iterator[None]:
 
 def write_error(error: OSError, where: str) -> GearError:
     """Return the error ``OUTPUT_WRITE`` for what the system said."""
-    what = "no space left" if error.errno in NO_SPACE else "cannot write"
-    what, remedy = f"{what}: {error.strerror or error}", REMEDIES.get(error.errno or 0, CHECK)
-    return GearError("OUTPUT_WRITE", what, where, remedy)
+    problem = "no space left" if error.errno in NO_SPACE else "cannot write"
+    problem, remedy = f"{problem}: {error.strerror or error}", REMEDIES.get(error.errno or 0, CHECK)
+    return GearError("OUTPUT_WRITE", problem, where, remedy)
 
 
 def check_replaceable(path: Path, replaceable: Callable[[Path], bool] = lambda path: False) -> None:
@@ -352,7 +352,7 @@ class HeldDirectory(Closing):
         except OSError as error:
             self._remove_made()
             problem = write_error(error, "")
-            raise unusable(path, problem.what, problem.remedy) from error
+            raise unusable(path, problem.problem, problem.remedy) from error
         if self._lock < 0:
             raise taken
         self._identity = _identity(self._home)
@@ -360,8 +360,8 @@ class HeldDirectory(Closing):
     def check_place(self) -> None:
         """Refuse to write on after the directory was moved or removed."""
         if _identity(self._home) != self._identity:
-            what, remedy = "the directory was moved or removed", "move it back, and go on"
-            raise InputError("OUTPUT_WRITE", what, str(self.path), remedy)
+            problem, remedy = "the directory was moved or removed", "move it back, and go on"
+            raise InputError("OUTPUT_WRITE", problem, str(self.path), remedy)
 
     def close(self) -> None:
         """Let others write."""

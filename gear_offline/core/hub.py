@@ -45,8 +45,8 @@ def fetch(name: str, kind: Kind, code: str, *, only: tuple[str, ...] = ()) -> Pa
         place = snapshot_download(repo, repo_type=kind, revision=revision, allow_patterns=wanted)
     path = Path(place, inner or "")
     if not path.exists():
-        what, remedy = f"the {kind} {repo} has no {inner or only[0]}", "look at its files"
-        raise InputError(code, what, where=name, remedy=remedy)
+        problem, remedy = f"the {kind} {repo} has no {inner or only[0]}", "look at its files"
+        raise InputError(code, problem, where=name, remedy=remedy)
     return path
 
 
@@ -99,16 +99,16 @@ def _hub_errors(name: str, kind: Kind, code: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno in NO_SPACE:
             raise write_error(error, name) from error
         if isinstance(error, errors.HFValidationError):
-            what, remedy = f"no {kind} can have this name", FORM
+            problem, remedy = f"no {kind} can have this name", FORM
         elif isinstance(error, errors.RevisionNotFoundError):
-            what, remedy = f"the {kind} has no such revision", "name a branch, a tag or a commit"
+            problem, remedy = f"the {kind} has no such revision", "name a branch, a tag or a commit"
         elif isinstance(error, errors.RepositoryNotFoundError):
-            what = f"the Hub has no such {kind}, or does not show it"
+            problem = f"the Hub has no such {kind}, or does not show it"
             remedy = f"check the name; to see what is private, {login}"
         elif status in (401, 403):
-            what, remedy = f"the Hub refuses: {reason}", f"with a token that may write, {login}"
+            problem, remedy = f"the Hub refuses: {reason}", f"with a token that may write, {login}"
         else:
-            what = f"the Hub does not answer as it should: {reason}"
+            problem = f"the Hub does not answer as it should: {reason}"
             remedy = "check the network, HF_ENDPOINT and HF_HUB_OFFLINE; then try again"
-            raise UnavailableError(code, what, where=name, remedy=remedy) from error
-        raise InputError(code, what, where=name, remedy=remedy) from error
+            raise UnavailableError(code, problem, where=name, remedy=remedy) from error
+        raise InputError(code, problem, where=name, remedy=remedy) from error

@@ -287,11 +287,11 @@ def find_part(kind: Kind, name: object) -> Any:
 def check_admitted(kind: Kind, name: str) -> None:
     """Refuse to import what only a run, a dataset or a policy folder names."""
     if name not in _permission.admitted:
-        what = f"{name!r} would import a module that only a run, a dataset or a policy names"
+        problem = f"{name!r} would import a module that only a run, a dataset or a policy names"
         place, _, own = name.rpartition(":")
         shown, remedy = name, "if you trust it, name it yourself (a recipe.yaml counts as a run's)"
         if place.endswith(".py") and not Path(place).is_file():  # of another machine, or moved
-            what = f"{typed(place)}, which a run, a dataset or a policy names, is not here"
+            problem = f"{typed(place)}, which a run, a dataset or a policy names, is not here"
             shown, remedy = f"{Path(place).name}:{own}", "get that file, and name it where it is"
         words = f"{kind.option}={shown}"
         if name in _permission.live:  # there is a newer one of its name
@@ -299,7 +299,7 @@ def check_admitted(kind: Kind, name: str) -> None:
         elif kind.argument:
             words += f" with train and sweep, else {kind.argument} {shown}"
         remedy += f": {words}"
-        raise InputError(kind.code, _permission.refused.get(name, what), kind.option, remedy)
+        raise InputError(kind.code, _permission.refused.get(name, problem), kind.option, remedy)
 
 
 def check_part(kind: Kind, name: str) -> None:
@@ -315,8 +315,8 @@ def _read_part(kind: Kind, name: str) -> dict[Path, bytes]:
     try:
         return _contents(place, Path(place)) if place.endswith(".py") else {}
     except OSError as error:
-        what = f"{typed(place)} cannot be read: {error.strerror or error}"
-        raise InputError(kind.code, what, kind.option, "give the file's path") from error
+        problem = f"{typed(place)} cannot be read: {error.strerror or error}"
+        raise InputError(kind.code, problem, kind.option, "give the file's path") from error
 
 
 def _attribute(kind: Kind, name: str) -> Any:
@@ -326,10 +326,10 @@ def _attribute(kind: Kind, name: str) -> Any:
     for part in path.split("."):
         if not hasattr(value, part):
             near = difflib.get_close_matches(part, list(vars(module)), n=1)
-            what = f"{typed(place)} has no {part!r}"
-            what += f", did you mean {near[0]!r}?" if near else ""
+            problem = f"{typed(place)} has no {part!r}"
+            problem += f", did you mean {near[0]!r}?" if near else ""
             remedy = f"write {kind.option}=FILE.py:Name or package.module:Name"
-            raise InputError(kind.code, what, kind.option, remedy)
+            raise InputError(kind.code, problem, kind.option, remedy)
         value = getattr(value, part)
     return value
 
@@ -346,8 +346,8 @@ def part_module(kind: Kind, name: str) -> ModuleType:
         raise InputError(kind.code, f"{typed(place)} has changed meanwhile", kind.option, remedy)
     if _files.is_loading(file):
         remedy = "put what it does, when it is run, behind if __name__ == '__main__':"
-        what = f"{typed(place)} asks for {typed(name)} while it is imported"
-        raise InputError(kind.code, what, name, remedy)
+        problem = f"{typed(place)} asks for {typed(name)} while it is imported"
+        raise InputError(kind.code, problem, name, remedy)
     with calling_part(kind, f"importing {typed(place)}", name):
         return _files.load(file, contents)
 

@@ -55,8 +55,10 @@ def check_available(nbytes: int) -> None:
     """Refuse what would not fit: a machine that runs out of shared memory kills processes."""
     available = available_bytes()
     if nbytes + RESERVE_BYTES > available:
-        what = f"{size_text(nbytes)} of host memory needed, {size_text(available)} available"
-        raise GearError("MEMORY", what, "", "free memory, use fewer columns, or keep data on disk")
+        problem = f"{size_text(nbytes)} of host memory needed, {size_text(available)} available"
+        raise GearError(
+            "MEMORY", problem, "", "free memory, use fewer columns, or keep data on disk"
+        )
 
 
 @contextmanager
@@ -99,9 +101,9 @@ def clean_commit() -> str:
     """Return the commit of this code; refuse code that no commit has."""
     commit = _commit()
     if not commit or commit.endswith("-dirty"):
-        what = "files here differ from their commit" if commit else "this code names no commit"
+        problem = "files here differ from their commit" if commit else "this code names no commit"
         remedy = "commit them; in a copy without .git set GEAR_OFFLINE_COMMIT"
-        raise InputError("USAGE", f"{what}, so nobody could measure it again", "", remedy)
+        raise InputError("USAGE", f"{problem}, so nobody could measure it again", "", remedy)
     return commit
 
 

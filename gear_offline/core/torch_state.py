@@ -34,9 +34,9 @@ def torch_threads(count: int | None) -> Iterator[None]:
         raise InputError("USAGE", "torch.autocast is on", remedy="leave it before this call")
     before = torch.get_num_threads()
     if (count or before) > 1 and _threaded - {os.getpid()}:
-        what = f"{count or before} threads of torch in a process forked from one with several "
+        problem = f"{count or before} threads of torch in a process forked from one with several "
         remedy = "start the process by multiprocessing.get_context('spawn')"
-        raise InputError("USAGE", f"{what}would wait for ever", remedy=remedy)
+        raise InputError("USAGE", f"{problem}would wait for ever", remedy=remedy)
     torch.set_num_threads(count or before)
     try:
         with torch_defaults(), torch.inference_mode(False), torch.enable_grad():

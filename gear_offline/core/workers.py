@@ -93,8 +93,8 @@ class Worker(Closing):
         except OSError as error:
             self.connection.close()
             self._output.close()
-            what = f"a worker process cannot be started: {error.strerror or error}"
-            raise GearError(LOST, what, remedy="use fewer workers") from error
+            problem = f"a worker process cannot be started: {error.strerror or error}"
+            raise GearError(LOST, problem, remedy="use fewer workers") from error
         finally:
             other.close()
         self.pid = self._process.pid
@@ -306,8 +306,8 @@ class RayPool(Pool):
             if self._is_ours:
                 self._ray.init(address, log_to_driver=False, logging_level="error")
         except Exception as error:  # of many classes
-            what, remedy = f"no Ray cluster: {first_line(error)}", "start one: ray start --head"
-            raise UnavailableError("UNAVAILABLE", what, address, remedy) from error
+            problem, remedy = f"no Ray cluster: {first_line(error)}", "start one: ray start --head"
+            raise UnavailableError("UNAVAILABLE", problem, address, remedy) from error
         finally:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, before)  # Ray takes it for itself
@@ -320,8 +320,11 @@ class RayPool(Pool):
     def device(self, asked: str) -> str:
         """Return ``"cuda"`` or ``"cpu"``: what ``"auto"`` or another device is on these nodes."""
         if asked.startswith("cuda") and not self.gpus:
-            what, remedy = f"{asked} was asked for, and no node has a GPU", "use device=auto or cpu"
-            raise UnavailableError("DEVICE", what, "Ray", remedy)
+            problem, remedy = (
+                f"{asked} was asked for, and no node has a GPU",
+                "use device=auto or cpu",
+            )
+            raise UnavailableError("DEVICE", problem, "Ray", remedy)
         return "cuda" if self.gpus and asked != "cpu" else "cpu"
 
     def share(self, workers: int, *, cpus: int = 1, device: str = "cpu") -> None:
@@ -348,11 +351,11 @@ class RayPool(Pool):
             for node, look in zip(self._nodes, looks, strict=True):
                 seen = self._value(look)
                 if seen != __version__:
-                    why = seen.what if isinstance(seen, GearError) else f"gear-offline {seen}"
+                    why = seen.problem if isinstance(seen, GearError) else f"gear-offline {seen}"
                     host = node["NodeManagerHostname"]
-                    what = f"node {host} does not see this one's {place}: {why}"
+                    problem = f"node {host} does not see this one's {place}: {why}"
                     remedy = "work in a folder that all nodes share, with one gear-offline"
-                    raise UnavailableError("SYSTEM", what, remedy=remedy)
+                    raise UnavailableError("SYSTEM", problem, remedy=remedy)
 
     def _remote(self, job: tuple[Any, ...], **options: Any) -> Any:
         task = self._ray.remote(max_retries=RETRIES, **options)(_do_in_ray)

@@ -140,9 +140,9 @@ def _kept(source: Source, columns: Sequence[str] | None, path: Path) -> list[str
     groups = {name[:at]: name for name in kept for at, sign in enumerate(name) if sign == "/"}
     for name in kept:
         if below := groups.get(name):
-            what = f"an HDF5 file cannot hold both {name} and {below}"
+            problem = f"an HDF5 file cannot hold both {name} and {below}"
             remedy = "name the columns to keep, without one of them: columns=[...]"
-            raise InputError("COLUMN", what, where=str(path), remedy=remedy)
+            raise InputError("COLUMN", problem, where=str(path), remedy=remedy)
     return kept
 
 
@@ -194,8 +194,8 @@ class _Output(io.FileIO):
 def new_hdf5(path: Path, *, overwrite: bool = False) -> Iterator[Hdf5Writer]:
     """Give the writer of a file that appears when the body ends, and not at all after an error."""
     if path.suffix not in ("", *SUFFIXES):
-        what, remedy = "the file is HDF5", f"let its name end with {' or '.join(SUFFIXES)}"
-        raise InputError("USAGE", what, where=str(path), remedy=remedy)
+        problem, remedy = "the file is HDF5", f"let its name end with {' or '.join(SUFFIXES)}"
+        raise InputError("USAGE", problem, where=str(path), remedy=remedy)
     with new_file(path, overwrite=overwrite) as part, _Output(part, "r+") as output:
         # HDF5's own lock would conflict with ours.
         with h5py.File(output, "w", locking=False, rdcc_nbytes=CACHE_BYTES) as file:

@@ -51,6 +51,6 @@ def environment_number(name: str, least: int) -> int | None:
 
 def _variable_error(name: str, why: str) -> InputError:
     value = os.environ.get(name)
-    what = f"the environment variable {name} is {'not set' if value is None else repr(value)}"
+    problem = f"the environment variable {name} is {'not set' if value is None else repr(value)}"
     remedy = "start several processes with torchrun, or unset WORLD_SIZE, RANK and LOCAL_RANK to "
-    return InputError("USAGE", f"{what}, {why}", remedy=f"{remedy}work in this process alone")
+    return InputError("USAGE", f"{problem}, {why}", remedy=f"{remedy}work in this process alone")

@@ -102,7 +102,7 @@ def open_exchange(
         except GearError as error:
             if road == "rdma" or error.code == "RANK_LOST":
                 raise
-            reasons.append(f"no RDMA: {error.what}")
+            reasons.append(f"no RDMA: {error.problem}")
         else:
             _say(world, "RDMA reads", [*reasons, f"every rank can; here {endpoint.describe()}"])
             return RdmaExchange(node_rows, landing, world, endpoint)

@@ -153,9 +153,11 @@ class RdmaExchange:
 
     def _lost(self, owner: int | None, why: str) -> GearError:
         self._broken = True
-        what = f"{'another rank' if owner is None else f'rank {owner}'} cannot be read from: {why}"
+        problem = (
+            f"{'another rank' if owner is None else f'rank {owner}'} cannot be read from: {why}"
+        )
         remedy = "see the messages of that rank, and the network to its node"
-        return GearError("RANK_LOST", what, self._endpoint.describe(), remedy)
+        return GearError("RANK_LOST", problem, self._endpoint.describe(), remedy)
 
     def close(self) -> None:
         if self._endpoint.closed:
@@ -252,10 +254,10 @@ class Endpoint:
         try:
             yield
         except self.verbs.PyverbsError as error:
-            what = f"the RDMA device refuses: {error}"
+            problem = f"the RDMA device refuses: {error}"
             remedy = "check `rdma link` and the rights on /dev/infiniband, or set "
             remedy += "loader.exchange=gloo"
-            raise UnavailableError("EXCHANGE", what, self.describe(), remedy) from error
+            raise UnavailableError("EXCHANGE", problem, self.describe(), remedy) from error
 
     def describe(self) -> str:
         return f"{self.port.device} port {self.port.number}, {self.port.gid}"
@@ -301,10 +303,10 @@ class Endpoint:
         try:
             region = verbs.MR(self._pd, memory.nbytes, access, address=address)
         except verbs.PyverbsError as error:
-            what = f"{memory.nbytes} bytes cannot be registered for RDMA: {error}"
+            problem = f"{memory.nbytes} bytes cannot be registered for RDMA: {error}"
             remedy = "raise the limit of locked memory (`ulimit -l unlimited`), or set "
             remedy += "loader.exchange=gloo"
-            raise GearError("MEMORY", what, self.describe(), remedy) from error
+            raise GearError("MEMORY", problem, self.describe(), remedy) from error
         self._regions.append((region, memory))
         return Memory(address, int(region.rkey if remote else region.lkey))
 
@@ -383,11 +385,11 @@ def find_port(gids: set[IPv6Address], root: Path = DEVICES) -> Port:
                 device, number = path.parent.parent.name, int(path.name)
                 return Port(device=device, number=number, gid_index=index, gid=gid)
     devices = ", ".join(sorted({path.parent.parent.name for path in paths}))
-    what = "this machine has no RDMA device"
+    problem = "this machine has no RDMA device"
     if devices:
-        what = f"none of the RDMA devices {devices} is active on this node's network interface"
+        problem = f"none of the RDMA devices {devices} is active on this node's network interface"
     remedy = f"name the interface in {INTERFACE_VARIABLE} (`rdma link` shows them), or set "
-    raise UnavailableError("EXCHANGE", what, remedy=remedy + "loader.exchange=gloo")
+    raise UnavailableError("EXCHANGE", problem, remedy=remedy + "loader.exchange=gloo")
 
 
 def _text(path: Path) -> str:
@@ -416,8 +418,8 @@ def load_verbs() -> Any:
     except ImportError as error:
         remedy = "install the package of your distribution (Debian, Ubuntu: apt install "
         remedy += "python3-pyverbs; versions 44 to 59), or set loader.exchange=gloo"
-        what = f"pyverbs cannot be loaded: {error}"
-        raise UnavailableError("PACKAGE_MISSING", what, remedy=remedy) from error
+        problem = f"pyverbs cannot be loaded: {error}"
+        raise UnavailableError("PACKAGE_MISSING", problem, remedy=remedy) from error
     finally:  # importing pyverbs configures the root logger of the program
         root.handlers[:] = handlers
         root.setLevel(level)

@@ -80,9 +80,9 @@ def share_shards(
     """
     drawn_from = np.asarray(weights, dtype=np.float64)
     if len(drawn_from) < nodes:
-        what = f"{len(drawn_from)} shards cannot be shared by {nodes} nodes"
+        problem = f"{len(drawn_from)} shards cannot be shared by {nodes} nodes"
         remedy = "convert with a smaller --shard-size, or set loader.sharding=replicate"
-        raise InputError("LOADER_OPTION", what, remedy=remedy)
+        raise InputError("LOADER_OPTION", problem, remedy=remedy)
     bulk = np.asarray(drawn_from if sizes is None else sizes, dtype=np.float64)
     owners, drawable = np.zeros(len(drawn_from), np.int64), np.flatnonzero(drawn_from > 0)
     heaviest = drawable[np.argsort(-drawn_from[drawable], kind="stable")]

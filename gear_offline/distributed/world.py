@@ -90,10 +90,10 @@ class World:
     def rank_batch(self, global_batch: int) -> int:
         """Return B, this rank's segments of a global batch."""
         if global_batch % self.size:
-            what = f"a batch of {global_batch} segments cannot be shared equally by "
-            what += f"{self.size} ranks"
+            problem = f"a batch of {global_batch} segments cannot be shared equally by "
+            problem += f"{self.size} ranks"
             remedy = f"use a multiple of {self.size}; it is the size of the global batch"
-            raise InputError("LOADER_OPTION", what, "loader.batch_size", remedy)
+            raise InputError("LOADER_OPTION", problem, "loader.batch_size", remedy)
         return global_batch // self.size
 
     def gather(self, value: Any) -> list[Any]:
@@ -129,8 +129,8 @@ class World:
             if error is not None:  # whatever became of the others
                 raise error
         if state != DONE:
-            what = f"rank {leader} failed: {state}"
-            raise GearError("RANK_FAILED", what, remedy="see its own message")
+            problem = f"rank {leader} failed: {state}"
+            raise GearError("RANK_FAILED", problem, remedy="see its own message")
         return result
 
     @contextmanager
@@ -232,9 +232,9 @@ def rank_lost(doing: str, error: object) -> GearError:
     """Return ``RANK_LOST`` for a collective that failed with `error`."""
     # Without where in its sources torch made the message, and without its advice.
     text = re.sub(r"\[[^]]*\.cc:\d+\] ", "", str(error).strip()).splitlines() or [repr(error)]
-    what = f"{GONE}, while {doing}: {text[0].split('. ')[0]}"
+    problem = f"{GONE}, while {doing}: {text[0].split('. ')[0]}"
     remedy = f"see the messages of the other ranks; {GO_ON}; train.timeout says how long to wait"
-    return GearError("RANK_LOST", what, remedy=remedy)
+    return GearError("RANK_LOST", problem, remedy=remedy)
 
 
 @contextmanager
@@ -309,11 +309,11 @@ def joined_world(*, timeout: float = TIMEOUT_SECONDS) -> World:
     """
     if not dist.is_available() or not dist.is_initialized():
         if (size := environment_number("WORLD_SIZE", 1) or 1) > 1:
-            what = f"this is one of {size} processes, and they have no process group yet"
+            problem = f"this is one of {size} processes, and they have no process group yet"
             remedy = "make the loader after torch.distributed.init_process_group, or after your "
             remedy += "trainer has called it (Lightning: in train_dataloader); world=None reads "
             remedy += "the same batches in every process"
-            raise InputError("LOADER_OPTION", what, "WORLD_SIZE", remedy)
+            raise InputError("LOADER_OPTION", problem, "WORLD_SIZE", remedy)
         return World()
     default = dist.group.WORLD
     if default not in _JOINED:
@@ -342,13 +342,13 @@ def data_world(
     names = tuple(mesh.mesh_dim_names or ())
     dim_names = (dims,) if isinstance(dims, str) else tuple(dims)
     if not dim_names or not set(dim_names) <= set(names):
-        what = f"the mesh has no dimension {', '.join(map(repr, set(dim_names) - set(names)))}"
+        problem = f"the mesh has no dimension {', '.join(map(repr, set(dim_names) - set(names)))}"
         remedy = "name the data-parallel dimensions: data_world(mesh, dims=...)"
-        raise InputError("LOADER_OPTION", what, f"dimensions {list(names)}", remedy)
+        raise InputError("LOADER_OPTION", problem, f"dimensions {list(names)}", remedy)
     grid = mesh.mesh
     if grid.numel() != dist.get_world_size():
-        what = f"the mesh has {grid.numel()} of {dist.get_world_size()} ranks"
-        raise InputError("LOADER_OPTION", what, remedy="use a mesh over all ranks")
+        problem = f"the mesh has {grid.numel()} of {dist.get_world_size()} ranks"
+        raise InputError("LOADER_OPTION", problem, remedy="use a mesh over all ranks")
     data = tuple(names.index(name) for name in dim_names)
     model_dims = tuple(dim for dim in range(len(names)) if dim not in data)
     replicas = math.prod(grid.shape[dim] for dim in data)
@@ -389,9 +389,9 @@ def resolve_device(device: str | torch.device, *, where: str = "") -> torch.devi
     is_here: Any = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
     if resolved.type in is_here and not is_here[resolved.type]():
         name = resolved.type.upper()
-        what = f"device {str(device)!r} was asked for and no {name} device is available"
+        problem = f"device {str(device)!r} was asked for and no {name} device is available"
         remedy = f"use {where or 'device'}=auto or cpu, or run gear-offline doctor"
-        raise UnavailableError("DEVICE", what, where, remedy)
+        raise UnavailableError("DEVICE", problem, where, remedy)
     return resolved
 
 
@@ -402,7 +402,7 @@ def rank_device(name: str | torch.device) -> torch.device:
         return device
     local = environment_number("LOCAL_RANK", 0) or 0
     if local >= torch.cuda.device_count():
-        what = f"rank {local} of this node has no GPU, there are {torch.cuda.device_count()}"
+        problem = f"rank {local} of this node has no GPU, there are {torch.cuda.device_count()}"
         remedy = "start at most one process for each GPU, or set train.device=cpu"
-        raise InputError("DEVICE", what, "--nproc-per-node", remedy)
+        raise InputError("DEVICE", problem, "--nproc-per-node", remedy)
     return torch.device("cuda", local)

@@ -117,8 +117,8 @@ class EnvironmentFacts:
     def state_size(self) -> int:
         """Numbers in one observation, which is no record."""
         if self.observation_dtype.fields:
-            what, remedy = "its observations are a Dict", "wrap it in FlattenObservation"
-            raise InputError("ENVIRONMENT", what, self.environment_id, remedy)
+            problem, remedy = "its observations are a Dict", "wrap it in FlattenObservation"
+            raise InputError("ENVIRONMENT", problem, self.environment_id, remedy)
         return math.prod(self.observation_shape)
 
     @property
@@ -143,12 +143,14 @@ def finite_actions(actions: Array) -> Array:
     """Return the actions of a policy; refuse NaN and infinities (``MODEL``)."""
     if np.isfinite(actions).all():
         return actions
-    what = "the policy returned an action that is NaN or infinite"
+    problem = "the policy returned an action that is NaN or infinite"
     remedy = "the weights have probably diverged: train with a lower learning rate"
-    raise InputError("MODEL", what, remedy=remedy)
+    raise InputError("MODEL", problem, remedy=remedy)
 
 
-def guarded(environment_id: str, what: str, call: Callable[..., T], *words: Any, **how: Any) -> T:
+def guarded(
+    environment_id: str, problem: str, call: Callable[..., T], *words: Any, **how: Any
+) -> T:
     """Call an environment's code; tell what it raises with the lines of its own files."""
     try:
         return call(*words, **how)
@@ -156,14 +158,14 @@ def guarded(environment_id: str, what: str, call: Callable[..., T], *words: Any,
         raise
     except (Exception, SystemExit) as error:
         lines = own_lines(error, LIBRARIES)
-        what = f"{what} raised {type(error).__name__}: {first_line(error)}"
-        what += f", at {', from '.join(lines)}" if lines else ""
+        problem = f"{problem} raised {type(error).__name__}: {first_line(error)}"
+        problem += f", at {', from '.join(lines)}" if lines else ""
         remedy = "mend it there"
         if not lines:
             remedy = "give it what it takes: environment_options"
-        if not lines and what.startswith(("reset", "step")):
+        if not lines and problem.startswith(("reset", "step")):
             remedy = f"mend it: reset(seed=..., options=...) gives {RESET}, step(action) {STEP}"
-        raise InputError("ENVIRONMENT", what, environment_id, remedy) from error
+        raise InputError("ENVIRONMENT", problem, environment_id, remedy) from error
 
 
 class Environment(Closing):
@@ -215,10 +217,10 @@ class Environment(Closing):
         self._steps += 1
         most = self.facts.step_limit or MOST_STEPS
         if self._steps >= most and not any(ends):
-            what = f"an episode has not ended within {most:,} steps"
+            problem = f"an episode has not ended within {most:,} steps"
             remedy = "end it in step(), or say after how many it is cut: "
             remedy += "environment_options={max_episode_steps: 20000}"
-            raise InputError("ENVIRONMENT", what, self._id, remedy)
+            raise InputError("ENVIRONMENT", problem, self._id, remedy)
         seen = self.observation("an observation", seen, is_last=any(ends))
         return seen, self.number("a reward", reward), *ends, self._info(info)
 
@@ -260,8 +262,11 @@ class Environment(Closing):
     def goal_fact(self, info: Options, name: str) -> Any:
         """Return the goal of an episode, or whether it is reached."""
         if name not in info:
-            what, remedy = f"it gives no info[{name!r}]", "goals need an environment like OGBench's"
-            raise InputError("ENVIRONMENT", what, self._id, remedy)
+            problem, remedy = (
+                f"it gives no info[{name!r}]",
+                "goals need an environment like OGBench's",
+            )
+            raise InputError("ENVIRONMENT", problem, self._id, remedy)
         read = self.observation if name == "goal" else self.number
         return read(f"info[{name!r}]", info[name])
 
@@ -294,8 +299,8 @@ class Environment(Closing):
         kind = f"{len(value)} values" if isinstance(value, tuple) else type(value).__name__
         if isinstance(value, np.ndarray):
             kind = f"{value.dtype} of shape {value.shape}"
-        what = f"{name} is {kind}, not {wanted}"
-        return InputError("ENVIRONMENT", what, self._id, "mend the environment, or wrap it")
+        problem = f"{name} is {kind}, not {wanted}"
+        return InputError("ENVIRONMENT", problem, self._id, "mend the environment, or wrap it")
 
     def close(self) -> None:
         """Close it; an error, which is said, loses nothing."""
@@ -334,11 +339,11 @@ def _shared_spaces(kind: type) -> tuple[str, ...]:
     return tuple(n for n in dir(kind) if isinstance(getattr_static(kind, n), gymnasium.Space))
 
 
-def not_finite(what: str, environment_id: str) -> InputError:
+def not_finite(problem: str, environment_id: str) -> InputError:
     """Return the error for a value of an environment that is no finite number."""
-    what = f"the environment gave {what} that is NaN or infinite"
+    problem = f"the environment gave {problem} that is NaN or infinite"
     remedy = "its simulation has broken down, or its reward has no value there: mend it"
-    return InputError("ENVIRONMENT", what, environment_id, remedy)
+    return InputError("ENVIRONMENT", problem, environment_id, remedy)
 
 
 def make_environment(
@@ -398,17 +403,17 @@ def _make(
                 raw = _wrapped(raw, environment_id, **wrapper)
             return raw
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
-        what = f"the simulator of {environment_id} is not usable: {first_line(error)}"
+        problem = f"the simulator of {environment_id} is not usable: {first_line(error)}"
         extra = "atari" if is_atari(environment_id) else "mujoco"
         remedy = f"install it, e.g. pip install 'gear-offline[{extra}]'"
-        raise UnavailableError("ENVIRONMENT", what, remedy=remedy) from error
+        raise UnavailableError("ENVIRONMENT", problem, remedy=remedy) from error
     except gymnasium.error.Error as error:
         if is_admitted(environment_id) and environment_id.rpartition(":")[2].isidentifier():
             find_part(ENVIRONMENTS, environment_id)  # it raises, with the nearest name
-        what = f"no environment {environment_id!r}: {first_line(error)}"
+        problem = f"no environment {environment_id!r}: {first_line(error)}"
         remedy = "use a registered Gymnasium id such as Hopper-v5; one of your own with its "
         remedy += "file or module: FILE.py:Name, my_module:Name-v0"
-        raise InputError("ENVIRONMENT", what, remedy=remedy) from error
+        raise InputError("ENVIRONMENT", problem, remedy=remedy) from error
 
 
 def _wrapped(
@@ -428,9 +433,11 @@ def _wrapped(
     kind: Any = getattr(home, own, None) if is_known else None
     is_wrapper = isinstance(kind, type) and issubclass(kind, gymnasium.Wrapper)
     if kwargs is None or not is_wrapper or own.startswith("Record"):  # these write files
-        what = f"its wrapper {name} ({entry_point}) cannot be made anew"
+        problem = f"its wrapper {name} ({entry_point}) cannot be made anew"
         remedy = "name an environment that has it, or none of what the data say: "
-        raise InputError("ENVIRONMENT", what, environment_id, f"{remedy}environment_options={{}}")
+        raise InputError(
+            "ENVIRONMENT", problem, environment_id, f"{remedy}environment_options={{}}"
+        )
     wrapped: gymnasium.Env[Any, Any] = kind(environment, **kwargs)
     return wrapped
 
@@ -458,8 +465,11 @@ def leaves(space: Any, columns: Mapping[str, str]) -> dict[str, tuple[tuple[Any,
             kinds["/".join(map(str, keys))] = keys, part
     named = {columns.get(name, name): leaf for name, leaf in kinds.items()}
     if columns.keys() - kinds.keys() or len(named) < len(kinds):
-        what, remedy = f"observation_columns are {dict(columns)}", f"name {', '.join(kinds)} once"
-        raise InputError("ENVIRONMENT", what, "environment_options", remedy)
+        problem, remedy = (
+            f"observation_columns are {dict(columns)}",
+            f"name {', '.join(kinds)} once",
+        )
+        raise InputError("ENVIRONMENT", problem, "environment_options", remedy)
     return named
 
 

@@ -380,9 +380,9 @@ def check_goals(environment: EnvironmentFacts, targets: Sequence[float]) -> None
     """Refuse targets that number no tasks of an environment with goals (``USAGE``)."""
     most = environment.tasks or math.inf
     if wrong := [target for target in targets if target % 1 or not 1 <= target <= most]:
-        what = f"{environment.environment_id} has no task {wrong[0]:g}"
+        problem = f"{environment.environment_id} has no task {wrong[0]:g}"
         remedy = "give whole numbers from 1" + f" to {most}" * bool(environment.tasks)
-        raise InputError("USAGE", what, "evaluate.targets", remedy)
+        raise InputError("USAGE", problem, "evaluate.targets", remedy)
 
 
 def check_sizes(
@@ -404,11 +404,11 @@ def check_sizes(
     remedy = "name the environment that the data came from" + otherwise
     if missing := [column for column in names if column not in matched]:
         shown = (f"{leaf or 'one'} {kind.base} {kind.shape}" for leaf, kind in has.items())
-        what = f"{name} observes {', '.join(shown)}: none is {', '.join(missing)} of {whose}"
+        problem = f"{name} observes {', '.join(shown)}: none is {', '.join(missing)} of {whose}"
         if "" not in has:
             option = f"{{observation_columns: {{NAME: {missing[0]}}}}}"
             remedy = f"say which it is, in environment_options: {option}"
-        raise InputError("ENVIRONMENT", what, "evaluate.environment", remedy)
+        raise InputError("ENVIRONMENT", problem, "evaluate.environment", remedy)
     played, wanted = list[InputColumn](), sizes.columns
     for column, own in zip(names, wanted, strict=True):
         kind = has[matched[column]]
@@ -420,11 +420,11 @@ def check_sizes(
         played.append(own.model_copy(update=seen))
     actions = (environment.action_size, environment.discrete)
     if (tuple(played), actions) != (wanted, (sizes.action_dim, sizes.discrete)):
-        what = f"{name} has {_sizes_text(played, *actions)}, {whose} "
-        what += _sizes_text(wanted, sizes.action_dim, sizes.discrete)
+        problem = f"{name} has {_sizes_text(played, *actions)}, {whose} "
+        problem += _sizes_text(wanted, sizes.action_dim, sizes.discrete)
         if any(own.size == 1 < seen.size for own, seen in zip(wanted, played, strict=True)):
             remedy = "make one-hot vectors of numbers of choices (convert --map), or " + remedy
-        raise InputError("ENVIRONMENT", what, "evaluate.environment", remedy)
+        raise InputError("ENVIRONMENT", problem, "evaluate.environment", remedy)
     renamed = [f"{new} is {old}" for new, old in matched.items() if old not in ("", new)]
     say(f"observations of {name}: {', '.join(renamed)}", quiet=quiet or not renamed)
 

@@ -44,8 +44,11 @@ CAPTION_HEIGHT = 24
 def check_suffix(path: Path) -> None:
     """Refuse the name of a file that is no video (``USAGE``)."""
     if path.suffix.lower() not in SUFFIXES:
-        what, remedy = "a video is a .gif or .mp4 file", f"write it like {path.stem or 'video'}.gif"
-        raise InputError("USAGE", what, where=str(path), remedy=remedy)
+        problem, remedy = (
+            "a video is a .gif or .mp4 file",
+            f"write it like {path.stem or 'video'}.gif",
+        )
+        raise InputError("USAGE", problem, where=str(path), remedy=remedy)
 
 
 def check_video(path: Path, tasks: Sequence[EvaluationTask]) -> None:
@@ -63,9 +66,9 @@ def check_video(path: Path, tasks: Sequence[EvaluationTask]) -> None:
         with make_environment(name, options) as plain:
             modes = plain.metadata.get("render_modes") or ()
         if "rgb_array" not in modes:
-            what = f"the environment cannot draw itself: its render modes are {modes}"
+            problem = f"the environment cannot draw itself: its render modes are {modes}"
             remedy = "leave out --video, or give it the render mode rgb_array"
-            raise InputError("ENVIRONMENT", what, name, remedy)
+            raise InputError("ENVIRONMENT", problem, name, remedy)
         with _drawing(name, options) as environment:
             environment.reset(seed=0)
             _frame(environment)
@@ -154,10 +157,10 @@ def _played(
             _, reward, _, _, info = environment.step(target.actions[step])
             total = environment.goal_fact(info, "success") if task.goals else total + reward
     if total != target.returns[0]:
-        what = f"the same seed and actions gave {total:,.6g} and not {target.returns[0]:,.6g}"
+        problem = f"the same seed and actions gave {total:,.6g} and not {target.returns[0]:,.6g}"
         remedy = "an environment that does not repeat itself cannot be shown: seed its random "
         remedy += "numbers in reset"
-        raise InputError("ENVIRONMENT", what, task.environment, remedy)
+        raise InputError("ENVIRONMENT", problem, task.environment, remedy)
 
 
 def _captioned(frame: npt.NDArray[np.uint8], text: str) -> Image:
@@ -190,7 +193,7 @@ def _frame(environment: Environment) -> npt.NDArray[np.uint8]:
             raise environment.misfit("a picture", frame, "uint8 of shape (height, width, 3)")
         return frame
     except GearError as error:  # pygame, OpenGL and each simulator raise what they like
-        what = f"the environment does not draw itself: {error.what}"
+        problem = f"the environment does not draw itself: {error.problem}"
         remedy = "pip install 'gear-offline[video]' for CartPole and its like; MuJoCo needs EGL "
         remedy += "(apt-get install libegl1), or MUJOCO_GL=osmesa and libosmesa6"
-        raise UnavailableError("ENVIRONMENT", what, error.where, remedy) from error
+        raise UnavailableError("ENVIRONMENT", problem, error.where, remedy) from error

@@ -97,11 +97,11 @@ class Callbacks(AbstractContextManager["Callbacks"]):
             with torch.random.fork_rng(devices=[]), torch_threads(None), chdir("."):
                 self.stop = bool(getattr(callback, event)(self.run, *facts)) or self.stop
         except (Exception, SystemExit) as error:
-            what = f"a callback failed: {type(error).__name__}: {first_line(error)}"
+            problem = f"a callback failed: {type(error).__name__}: {first_line(error)}"
             remedy = f"mend it; the run in {self.run.path} goes on from its newest checkpoint "
             remedy += "with resume"
             where = f"{type(callback).__name__}.{event}"
-            raise GearError("CALLBACK", what, where=where, remedy=remedy) from error
+            raise GearError("CALLBACK", problem, where=where, remedy=remedy) from error
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Tell all of the end; what ended the run counts more than what fails here."""

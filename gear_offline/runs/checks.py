@@ -49,13 +49,13 @@ def check_recipe(recipe: Recipe, *, where: str = "") -> None:
     if settings.environment is not None and settings.episodes > 0:
         _check_environment(settings.environment, "evaluate.environment", where)
     if isinstance(settings.reference, tuple) and settings.reference[0] >= settings.reference[1]:
-        what = "evaluate.reference has no higher return, which is to count 100, behind the lower"
-        raise InputError("RECIPE", what, where, "write [LOWER, HIGHER]")
+        problem = "evaluate.reference has no higher return, which is to count 100, behind the lower"
+        raise InputError("RECIPE", problem, where, "write [LOWER, HIGHER]")
     if isinstance(settings.reference, str) and find_scores(settings.reference) is None:
         guess = nearest(settings.reference, dataset_names())
-        what = f"evaluate.reference must be a D4RL name, got {settings.reference!r}"
+        problem = f"evaluate.reference must be a D4RL name, got {settings.reference!r}"
         remedy = f"did you mean {guess!r}?" if guess else "e.g. hopper-medium-v2, or null"
-        raise InputError("RECIPE", what, where=where, remedy=remedy)
+        raise InputError("RECIPE", problem, where=where, remedy=remedy)
 
 
 def check_model(model: ModelSettings) -> None:
@@ -74,8 +74,8 @@ def check_trackers(names: Iterable[str]) -> None:
         if name not in NAMED_TRACKERS:
             find_part(TRACKERS, name)
         elif find_spec(name) is None:
-            what, remedy = f"{name} is not installed", "pip install 'gear-offline[trackers]'"
-            raise UnavailableError("PACKAGE_MISSING", what, "train.trackers", remedy)
+            problem, remedy = f"{name} is not installed", "pip install 'gear-offline[trackers]'"
+            raise UnavailableError("PACKAGE_MISSING", problem, "train.trackers", remedy)
 
 
 def check_selection(recipe: Recipe, where: str) -> None:
@@ -83,8 +83,8 @@ def check_selection(recipe: Recipe, where: str) -> None:
     try:
         resolve_options(recipe.selection.strategy, recipe.selection.options)
     except InputError as error:
-        what = f"selection: {error.what}"
-        raise InputError(error.code, what, where=where, remedy=error.remedy) from error
+        problem = f"selection: {error.problem}"
+        raise InputError(error.code, problem, where=where, remedy=error.remedy) from error
 
 
 def _check_collect(settings: CollectSettings, where: str) -> None:
@@ -92,8 +92,8 @@ def _check_collect(settings: CollectSettings, where: str) -> None:
     try:
         quality_parts(settings.policy, settings.quality)
     except InputError as error:
-        what = f"data.collect.{error.where}: {error.what}"
-        raise InputError("RECIPE", what, where=where, remedy=error.remedy) from error
+        problem = f"data.collect.{error.where}: {error.problem}"
+        raise InputError("RECIPE", problem, where=where, remedy=error.remedy) from error
 
 
 def _check_environment(name: str, key: str, where: str) -> None:

@@ -75,8 +75,8 @@ def open_growing(
         table = build_table(replace(piece, manifest=manifest), options, threads=1)
         tops = [np.abs(g.rows).max() for g in table.groups if g.dtype == np.float32]
         if (largest := max(tops, default=0.0)) > MOST_SQUARED:
-            what = f"a value or return-to-go of {largest:.1g} makes the loss infinite or NaN"
-            raise InputError("COLUMN", what, str(piece.path), "leave such an episode out")
+            problem = f"a value or return-to-go of {largest:.1g} makes the loss infinite or NaN"
+            raise InputError("COLUMN", problem, str(piece.path), "leave such an episode out")
         if recipe.data.remover in HAVE_PRIORITY:
             episode_priorities(recipe.data, piece)  # raises where it has none
 
@@ -158,12 +158,12 @@ def _check_collected(settings: CollectSettings, recorded: Any, what: str, path: 
         raise _mismatch(what, path, wanted, ", ".join(f"{name} {facts[name]}" for name in differ))
 
 
-def _mismatch(what: str, path: Path, wanted: str, actual: str) -> InputError:
+def _mismatch(problem: str, path: Path, wanted: str, actual: str) -> InputError:
     again = f"rm -r {shlex.quote(str(path))}"
     remedy = "take it as it is: data.source=null data.collect=null; or give another data.path, or "
     remedy += f"have it made again after `{again}`"
-    what = f"the {what} that is there was made of {actual}, the recipe says {wanted}"
-    return InputError("DATA_MISMATCH", what, str(path), remedy)
+    problem = f"the {problem} that is there was made of {actual}, the recipe says {wanted}"
+    return InputError("DATA_MISMATCH", problem, str(path), remedy)
 
 
 def _collect(settings: CollectSettings, file: Path, quiet: bool) -> Path:

@@ -51,11 +51,11 @@ def run_and_start(
     if checkpoint is None:
         return place or (run if resume and run else default_run_path(recipe)), None
     if run is None or resume:
-        what = "another run begins with a checkpoint of a run"
+        problem = "another run begins with a checkpoint of a run"
         remedy = f"resume that other run without it, from {out or 'its directory'}"
         if run is None:
             remedy = "name a run directory in place of the recipe"
-        raise InputError("USAGE", what, "checkpoint", remedy)
+        raise InputError("USAGE", problem, "checkpoint", remedy)
     start = find_checkpoint(run, checkpoint)
     return place or run.with_name(f"{run.resolve().name}-from-{int(start.name[5:])}"), start
 
@@ -79,9 +79,9 @@ def check_place(path: Path, *, resume: bool) -> None:
     if path.exists() and not path.is_dir():
         raise unusable(path, "not a directory")
     if not is_run(path) and _has_content(path):
-        what = "the directory is not empty and holds no run"
+        problem = "the directory is not empty and holds no run"
         remedy = "move what is there away, or train into another directory: --out"
-        raise InputError("OUTPUT_EXISTS", what, str(path), remedy)
+        raise InputError("OUTPUT_EXISTS", problem, str(path), remedy)
     if is_run(path) and not resume:
         remedy = "go on with --resume, or train into another directory (--out, name=, seed=)"
         raise InputError("OUTPUT_EXISTS", "there is a run already", str(path), remedy)
@@ -98,8 +98,8 @@ class RunDirectory(HeldDirectory):
         self.path = path
         check_place(path, resume=resume)
         self._is_new, self.checkpoints = not is_run(path), path / "checkpoints"
-        what, remedy = "another process is writing this run", "wait for it, or train elsewhere"
-        super().__init__(path, taken=InputError("RUN_LOCKED", what, str(path), remedy))
+        problem, remedy = "another process is writing this run", "wait for it, or train elsewhere"
+        super().__init__(path, taken=InputError("RUN_LOCKED", problem, str(path), remedy))
         try:
             check_place(path, resume=resume)  # another process may have begun a run meanwhile
         except InputError:

@@ -51,8 +51,8 @@ def evaluate_run(
     if isinstance(run, Policy):
         trained, device, run = live(run), str(run.device), Path("policy")
         if checkpoint is not None or model is not None:
-            what, remedy = "a policy has no checkpoint, and stays here", "give its run or folder"
-            raise InputError("USAGE", what, "run", remedy)
+            problem, remedy = "a policy has no checkpoint, and stays here", "give its run or folder"
+            raise InputError("USAGE", problem, "run", remedy)
     else:
         trained = find_trained(run, checkpoint, model=model)
     admit([name] if name else [])  # the run may name it too, where nobody has typed it
@@ -107,22 +107,25 @@ def _chosen_tasks(
         tasks = [replace(task, environment=environment) for task in same]
     places = ", ".join(f"{task.name} ({task.environment})" for task in known)
     if not tasks:
-        what, remedy = "the run names no environment to play in", "say it: --environment Hopper-v5"
+        problem, remedy = (
+            "the run names no environment to play in",
+            "say it: --environment Hopper-v5",
+        )
         if environment is not None:
-            what, remedy = f"{environment} is the environment of no task", f"tasks: {places}"
-        raise InputError("USAGE", what, where="--environment", remedy=remedy)
+            problem, remedy = f"{environment} is the environment of no task", f"tasks: {places}"
+        raise InputError("USAGE", problem, where="--environment", remedy=remedy)
     for where, value in (("--targets", targets), ("--environment-options", options)):
         if value is not None and len(tasks) > 1:
-            what = "several tasks cannot share them"
+            problem = "several tasks cannot share them"
             remedy = f"say which task with --environment: {places}"
-            raise InputError("USAGE", what, where=where, remedy=remedy)
+            raise InputError("USAGE", problem, where=where, remedy=remedy)
     if options is not None:
         tasks = [replace(tasks[0], environment_options=options)]
     if targets is not None:
         tasks = [replace(tasks[0], targets=targets)]
     if not all(task.targets for task in tasks):
-        what, remedy = "the run names no returns to ask for", "say them: --targets 3600,1800"
-        raise InputError("USAGE", what, where="--targets", remedy=remedy)
+        problem, remedy = "the run names no returns to ask for", "say them: --targets 3600,1800"
+        raise InputError("USAGE", problem, where="--targets", remedy=remedy)
     return tasks
 
 

@@ -28,14 +28,16 @@ def check_condition(recipe: Recipe, dataset: Dataset) -> None:
     goals, observed = recipe.loader.goals is not None, recipe.loader.observations
     has_frames = is_image(dataset.spec[observed[0]])
     if goals and has_frames:
-        what, remedy = "goals are vectors, and the data are frames", "use loader.goals=null"
-        raise InputError("COLUMN", what, where=str(dataset.path), remedy=remedy)
+        problem, remedy = "goals are vectors, and the data are frames", "use loader.goals=null"
+        raise InputError("COLUMN", problem, where=str(dataset.path), remedy=remedy)
     if "rewards" not in dataset.spec and not goals and recipe.model.asks_returns:
-        what = f"the data have no rewards, and model.kind={recipe.model.kind} is asked for returns"
+        problem = (
+            f"the data have no rewards, and model.kind={recipe.model.kind} is asked for returns"
+        )
         remedy = "clone the actions (model.kind=mlp), or add a column rewards to the source"
         if len(observed) == 1 and not has_frames:
             remedy = f"give it goals (loader.goals={{future: 1.0}}), {remedy}"
-        raise InputError("COLUMN", what, where=str(dataset.path), remedy=remedy)
+        raise InputError("COLUMN", problem, where=str(dataset.path), remedy=remedy)
 
 
 def check_fit(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
@@ -52,31 +54,31 @@ def check_fit(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
             continue
         values, where = dataset.statistics[name], f"column {name} of {path}"
         if values.nonfinite:
-            what = f"{count_text(values.nonfinite, 'value')} NaN or infinite"
+            problem = f"{count_text(values.nonfinite, 'value')} NaN or infinite"
             remedy = "repair the source and convert it again without --allow-nonfinite, or leave "
             remedy += "such episodes out with pick_episodes (docs/how-to/convert.md)"
-            raise InputError("COLUMN", what, where=where, remedy=remedy)
+            raise InputError("COLUMN", problem, where=where, remedy=remedy)
         low, high = values.min.min(), values.max.max()
         is_choice = sizes.discrete and name == "actions"
         least, most = (0, sizes.action_dim - 1) if is_choice else (-MOST_FLOAT32, MOST_FLOAT32)
         if low < least or high > most:
-            what = f"values reach {low:g} .. {high:g}, from {least:g} to {most:g} are usable"
+            problem = f"values reach {low:g} .. {high:g}, from {least:g} to {most:g} are usable"
             remedy = "scale the column in the source, or leave such an episode out"
-            raise InputError("COLUMN", what, where=where, remedy=remedy)
+            raise InputError("COLUMN", problem, where=where, remedy=remedy)
     longest, rows = int(dataset.episodes.lengths.max()), model.max_timestep or 0
     if longest > rows:
-        what = f"model.max_timestep must be at least the longest episode ({longest:,}), got "
+        problem = f"model.max_timestep must be at least the longest episode ({longest:,}), got "
         remedy = f"set model.max_timestep={longest}, or null to take it from the data"
-        raise InputError("MODEL", f"{what}{rows:,}", where=path, remedy=remedy)
+        raise InputError("MODEL", f"{problem}{rows:,}", where=path, remedy=remedy)
     actions = dataset.statistics["actions"]
     if (
         getattr(model, "action_tanh", False)
         and not sizes.discrete
         and beyond_tanh(actions.min, actions.max)
     ):
-        what = f"actions reach {actions.min.min():g} .. {actions.max.max():g}, but "
-        what += "model.action_tanh bounds what the model can predict to -1 .. 1"
-        raise InputError("MODEL", what, where=path, remedy="set model.action_tanh=false")
+        problem = f"actions reach {actions.min.min():g} .. {actions.max.max():g}, but "
+        problem += "model.action_tanh bounds what the model can predict to -1 .. 1"
+        raise InputError("MODEL", problem, where=path, remedy="set model.action_tanh=false")
 
 
 def check_memory(recipe: Recipe, sizes: ModelSizes) -> None:
@@ -92,9 +94,9 @@ def check_memory(recipe: Recipe, sizes: ModelSizes) -> None:
         options = "model.hidden_size, model.layers or model.max_timestep"
         if batch > weights:
             options = "loader.batch_size or loader.context_length"
-        what = f"{size_text(needed)} of memory needed, {size_text(available)} available"
+        problem = f"{size_text(needed)} of memory needed, {size_text(available)} available"
         remedy = f"lower {options}, or train on a machine with more memory"
-        raise InputError("MEMORY", what, where=recipe.name, remedy=remedy)
+        raise InputError("MEMORY", problem, where=recipe.name, remedy=remedy)
 
 
 def say_what_differs(recipe: Recipe, dataset: Dataset, environment: str | None) -> None:

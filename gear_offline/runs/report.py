@@ -66,8 +66,8 @@ def write_report(run: str | os.PathLike[str], *, final: EvaluationReport | None 
         known = [r for r in (written, *evaluations) if r is not None]
         final = max(known, key=lambda r: r.step or 0, default=None)  # the first of equals
     if recipe is None and not logged and final is None:
-        what, remedy = "nothing here to report on", "give the directory of a run"
-        raise InputError("RUN_NOT_FOUND", what, where=str(run), remedy=remedy)
+        problem, remedy = "nothing here to report on", "give the directory of a run"
+        raise InputError("RUN_NOT_FOUND", problem, where=str(run), remedy=remedy)
     data = read_data(recipe, read_summary(run))
     sections, pictures = list[dict[str, Any]](), dict[str, bytes]()
     if losses := {step: loss for step, loss in logged.items() if loss is not None}:

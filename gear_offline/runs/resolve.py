@@ -199,8 +199,8 @@ def _targets(
         if asked:
             check_goals(facts, asked)
         elif asked is None and not facts.tasks:
-            what, remedy = "it has no tasks with goals (task_infos)", "use evaluate.episodes=0"
-            raise InputError("ENVIRONMENT", what, facts.environment_id, remedy)
+            problem, remedy = "it has no tasks with goals (task_infos)", "use evaluate.episodes=0"
+            raise InputError("ENVIRONMENT", problem, facts.environment_id, remedy)
         return list(range(1, facts.tasks + 1)) if asked is None else asked
     if asked is not None:
         return asked
@@ -267,7 +267,7 @@ def _probe_environment(
     except (InputError, UnavailableError) as error:
         if plays and (asked or facts):
             raise
-        say(f"{without}: {error if plays else error.what}", quiet=quiet)
+        say(f"{without}: {error if plays else error.problem}", quiet=quiet)
         return None, sizes
     if not plays:
         return facts, whole

@@ -65,12 +65,12 @@ class Past:
             raise InputError("RUN_MISMATCH", "; ".join(unlike.values()), str(path), remedy)
         grows, digest = recipe.data.admit_every is not None, self.state.loader.get("dataset")
         if dataset is not None and not grows and digest != data_digest(dataset):
-            what, remedy = "the run began with other data", "train into another directory"
-            raise InputError("LOADER_STATE", what, str(path), remedy)
+            problem, remedy = "the run began with other data", "train into another directory"
+            raise InputError("LOADER_STATE", problem, str(path), remedy)
         if step > steps:
-            what = f"train.steps is {steps}, but {step} steps are done"
+            problem = f"train.steps is {steps}, but {step} steps are done"
             remedy = "ask for at least as many steps, or train into another directory"
-            raise InputError("RUN_MISMATCH", what, where=str(path), remedy=remedy)
+            raise InputError("RUN_MISMATCH", problem, where=str(path), remedy=remedy)
 
     def changed_parts(self, recipe: Recipe) -> list[str]:
         """List the parts of a recipe whose files have changed since its run began."""

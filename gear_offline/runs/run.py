@@ -280,9 +280,9 @@ def list_runs(folder: str | os.PathLike[str] = "runs") -> RunList:
     top = given_path(folder, "RUN_NOT_FOUND", where="folder")
     rows = [_row(path, top) for path in _runs_below(top, DEPTH)]
     if not rows:
-        what = "no run is there" if top.is_dir() else "there is no such folder"
+        problem = "no run is there" if top.is_dir() else "there is no such folder"
         remedy = "`gear-offline train smoke` makes a run in runs/"
-        raise InputError("RUN_NOT_FOUND", what, where=str(top), remedy=remedy)
+        raise InputError("RUN_NOT_FOUND", problem, where=str(top), remedy=remedy)
     return RunList(tuple(sorted(rows, key=lambda row: row.age_seconds)))
 
 

@@ -94,7 +94,7 @@ def train_in_pool(work: Work, pool: Pool, handles: str = "{}", patience: float =
     def end(trial: Trial, error: GearError | None) -> None:
         if error is not None and error.code == LOST:
             remedy = "run the sweep again: it goes on from the last checkpoint"
-            error = GearError(LOST, error.what, where=trial.name, remedy=remedy)
+            error = GearError(LOST, error.problem, where=trial.name, remedy=remedy)
         work.end(trial, error)
 
     def note(trials: list[Trial]) -> None:
@@ -182,7 +182,7 @@ def train_on_gpus(work: Work, gpus: Sequence[str]) -> None:
         if error.code != LOST:
             raise error
         remedy = "the same command goes on; fewer runs at a time (--parallel) take less memory"
-        raise GearError(LOST, error.what, remedy=remedy)
+        raise GearError(LOST, error.problem, remedy=remedy)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -164,8 +164,8 @@ def run_trials(
 ) -> SweepResult:
     """Train `trials` into the sweep directory `out`, as `sweep` does."""
     if read_rank_and_size()[1] > 1:
-        what, remedy = "a sweep runs in one process", "start it without torchrun"
-        raise InputError("USAGE", what, remedy=remedy)
+        problem, remedy = "a sweep runs in one process", "start it without torchrun"
+        raise InputError("USAGE", problem, remedy=remedy)
     _check_trials(trials, parallel)
     with ExitStack() as stack:
         stack.callback(PROBED.reset, PROBED.set({}))
@@ -224,8 +224,8 @@ def run_trials(
                 with work.progress:
                     _train(work, pool, [] if is_bound else gpus_of(device))
             except TrainingInterrupted as error:
-                what, remedy = "stopped; what is done is saved", "the same command goes on"
-                raise TrainingInterrupted(error.code, what, str(out), remedy) from error
+                problem, remedy = "stopped; what is done is saved", "the same command goes on"
+                raise TrainingInterrupted(error.code, problem, str(out), remedy) from error
             finally:
                 directory.write(file)  # what has failed
         return _concluded(directory, file, quiet=quiet)
@@ -233,17 +233,17 @@ def run_trials(
 
 def _check_trials(trials: Sequence[Trial], parallel: int | None) -> None:
     names = [trial.name for trial in trials]
-    what, remedy = "", "give at least one value and seed, each once"
+    problem, remedy = "", "give at least one value and seed, each once"
     if not trials:
-        what = "no trials"
+        problem = "no trials"
     elif len(set(names)) < len(names):
-        what = f"two trials are called {next(n for n in names if names.count(n) > 1)}"
+        problem = f"two trials are called {next(n for n in names if names.count(n) > 1)}"
     elif len(devices := {trial.recipe.train.device for trial in trials}) > 1:
-        what, remedy = f"trials on {' and '.join(sorted(devices))}", "give all one train.device"
+        problem, remedy = f"trials on {' and '.join(sorted(devices))}", "give all one train.device"
     elif parallel is not None and parallel < 1:
-        what, remedy = f"{parallel} trials at a time", "give a number from 1"
-    if what:
-        raise InputError("USAGE", what, remedy=remedy)
+        problem, remedy = f"{parallel} trials at a time", "give a number from 1"
+    if problem:
+        raise InputError("USAGE", problem, remedy=remedy)
     for trial in trials:
         check_recipe(trial.recipe, where=f"run {trial.name}")
 
@@ -275,9 +275,9 @@ def _unfinished(
         if (past := find_past(path)) is not None:
             past.check(past.fill(recipe), datasets[trial.recipe.data_key])
             if changed := past.changed_parts(recipe):
-                what = f"{', '.join(changed)} has changed since this run began"
+                problem = f"{', '.join(changed)} has changed since this run began"
                 remedy = "sweep into another directory (--out), or put the file back as it was"
-                raise InputError("RUN_MISMATCH", what, str(path), remedy)
+                raise InputError("RUN_MISMATCH", problem, str(path), remedy)
         if not (is_complete(trial, path) and is_played(recipe, path)):
             left.append(trial)
     return left

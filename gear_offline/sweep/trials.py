@@ -166,8 +166,8 @@ def _text(value: Any) -> str:
     return dump_yaml(value).strip().removesuffix("...").strip()
 
 
-def _unusable(what: str, remedy: str) -> InputError:
-    return InputError("USAGE", what, remedy=remedy)
+def _unusable(problem: str, remedy: str) -> InputError:
+    return InputError("USAGE", problem, remedy=remedy)
 
 
 class SweepFile(BaseModel):
@@ -198,8 +198,8 @@ class SweepDirectory:
 
     def hold(self) -> HeldDirectory:
         """Keep other processes from running this sweep; a context manager."""
-        what, remedy = "another process is running this sweep", "wait for it, or choose another"
-        taken = InputError("RUN_LOCKED", what, str(self.path), f"{remedy} directory with --out")
+        problem, remedy = "another process is running this sweep", "wait for it, or choose another"
+        taken = InputError("RUN_LOCKED", problem, str(self.path), f"{remedy} directory with --out")
         self.check()
         return HeldDirectory(self.path, taken=taken)
 
@@ -209,8 +209,10 @@ class SweepDirectory:
         if self.path.is_dir() and not self.is_begun:
             foreign = {entry.name for entry in self.path.iterdir()} - {LOCK, ".sweep.json.partial"}
             if foreign:
-                what = "the directory is not empty and holds no sweep"
-                raise InputError("OUTPUT_EXISTS", what, str(self.path), "choose another with --out")
+                problem = "the directory is not empty and holds no sweep"
+                raise InputError(
+                    "OUTPUT_EXISTS", problem, str(self.path), "choose another with --out"
+                )
 
     def read(self) -> SweepFile:
         """Return the content of ``sweep.json``."""
@@ -220,9 +222,9 @@ class SweepDirectory:
             content = read_regular(self.json_path, most=MOST_BYTES)
             return SweepFile.model_validate_json(content)
         except (OSError, ValueError) as error:
-            what = f"sweep.json cannot be read: {first_line(error)[:200]}"
+            problem = f"sweep.json cannot be read: {first_line(error)[:200]}"
             remedy = "sweep into another directory with --out"
-            raise InputError("RUN_DAMAGED", what, str(self.path), remedy) from error
+            raise InputError("RUN_DAMAGED", problem, str(self.path), remedy) from error
 
     def file_for(self, trials: Sequence[Trial]) -> SweepFile:
         """Return the content for a call with `trials`; what rounds numbers is as of the first."""

@@ -73,9 +73,9 @@ def run_errors(name: str, path: Path, device: torch.device) -> Iterator[None]:
         first = first_line(error)
         is_told = isinstance(error, GearError)
         if getattr(error, "code", "MODEL") == "MODEL" and _is_lost(device):
-            what = f"the GPU does nothing more for this process after {type(error).__name__}"
+            problem = f"the GPU does nothing more for this process after {type(error).__name__}"
             remedy = "the same command goes on from the newest checkpoints"
-            raise GearError("DEVICE", f"{what}: {first}", name, remedy) from error
+            raise GearError("DEVICE", f"{problem}: {first}", name, remedy) from error
         if is_told:
             raise
         if is_out_of_memory(error):

@@ -197,16 +197,18 @@ def read_state(path: Path) -> SavedState:
         except (FileNotFoundError, NotADirectoryError) as error:
             if not path.exists():
                 raise
-            what, remedy = "there is no checkpoint", "give a run directory or a checkpoint in it"
-            raise InputError("RUN_NOT_FOUND", what, str(path), remedy) from error
+            problem, remedy = "there is no checkpoint", "give a run directory or a checkpoint in it"
+            raise InputError("RUN_NOT_FOUND", problem, str(path), remedy) from error
         document = json.loads(raw)
         document.pop("digest")
         if seal(document) != raw:
             raise run_damaged(path, f"{STATE} does not match its digest")
         if document["format_version"] > 1:
-            what = f"the checkpoint has format version {document['format_version']}, this "
-            what += "gear-offline reads version 1"
-            raise UnreadableCheckpoint("RUN_DAMAGED", what, str(path), "use a newer gear-offline")
+            problem = f"the checkpoint has format version {document['format_version']}, this "
+            problem += "gear-offline reads version 1"
+            raise UnreadableCheckpoint(
+                "RUN_DAMAGED", problem, str(path), "use a newer gear-offline"
+            )
         return SavedState.model_validate_json(json.dumps(document))
 
 
@@ -218,7 +220,7 @@ def _reading(path: Path, name: str) -> Iterator[None]:
     except GearError as error:
         if error.code in ("RUN_DAMAGED", "RUN_NOT_FOUND"):
             raise
-        raise run_damaged(path, error.what) from error  # of the recipe
+        raise run_damaged(path, error.problem) from error  # of the recipe
     except FileNotFoundError as error:
         if not path.exists():
             what, remedy = "the checkpoint was removed meanwhile", "choose another one"
@@ -238,10 +240,10 @@ def _reading(path: Path, name: str) -> Iterator[None]:
         raise run_damaged(path, f"{name}: {error!r}".splitlines()[0]) from error
 
 
-def run_damaged(path: Path, what: str) -> InputError:
+def run_damaged(path: Path, problem: str) -> InputError:
     """Return the error for a checkpoint that is not as it was written."""
-    what, remedy = f"the checkpoint is damaged: {what}", "use another checkpoint of the run"
-    return InputError("RUN_DAMAGED", what, where=str(path), remedy=remedy)
+    problem, remedy = f"the checkpoint is damaged: {problem}", "use another checkpoint of the run"
+    return InputError("RUN_DAMAGED", problem, where=str(path), remedy=remedy)
 
 
 # the folder of a run's checkpoints: what is there, what stays, what a killed run left -----------
@@ -306,8 +308,11 @@ def find_checkpoint(run: Path, which: str | int | None = None) -> Path:
         if not (run / STATE).exists():
             raise no_run(run)
         if which is not None:
-            what, remedy = f"{typed(run)} is one checkpoint", "leave the choice of a checkpoint out"
-            raise InputError("USAGE", what, where="checkpoint", remedy=remedy)
+            problem, remedy = (
+                f"{typed(run)} is one checkpoint",
+                "leave the choice of a checkpoint out",
+            )
+            raise InputError("USAGE", problem, where="checkpoint", remedy=remedy)
         return run.resolve()
     known = {str(step): path for step, path in list_checkpoints(folder)}
     steps = ", ".join(known) or "none"
@@ -318,9 +323,9 @@ def find_checkpoint(run: Path, which: str | int | None = None) -> Path:
     name = "last" if which is None else str(which).lstrip("0") or "0"
     if name in known:
         return known[name].resolve()
-    what = f"no checkpoint {name!r}"
+    problem = f"no checkpoint {name!r}"
     remedy = f"use last, best (the run must have evaluated) or a step; there are: {steps}"
-    raise InputError("RUN_NOT_FOUND", what, str(folder), remedy)
+    raise InputError("RUN_NOT_FOUND", problem, str(folder), remedy)
 
 
 def newest_checkpoint(folder: Path, *, training: bool = True) -> Checkpoint | None:
@@ -335,11 +340,11 @@ def newest_checkpoint(folder: Path, *, training: bool = True) -> Checkpoint | No
         except UnreadableCheckpoint:
             raise
         except InputError as error:
-            say(f"passing over {path.name}: {error.what}")
+            say(f"passing over {path.name}: {error.problem}")
     if checkpoints:
-        what = "none of the checkpoints is whole"
+        problem = "none of the checkpoints is whole"
         remedy = "copy the run again from where it is whole, or train into another directory"
-        raise InputError("RUN_DAMAGED", what, where=str(folder), remedy=remedy)
+        raise InputError("RUN_DAMAGED", problem, where=str(folder), remedy=remedy)
     return None
 
 
@@ -362,8 +367,8 @@ def check_trained(run: Path, which: str | int | None = None, kind: str | None = 
     if is_hub(run):
         return
     if run.suffix == ".onnx" and run.is_file():
-        what, remedy = "an ONNX file acts by onnxruntime", "give the run or the policy folder"
-        raise InputError("RUN_NOT_FOUND", what, str(run), remedy)
+        problem, remedy = "an ONNX file acts by onnxruntime", "give the run or the policy folder"
+        raise InputError("RUN_NOT_FOUND", problem, str(run), remedy)
     if not (run / "policy.json").is_file():
         path, recipe = find_checkpoint(run, which), None
         with suppress(GearError):  # of a damaged one: an older one may be whole
@@ -372,27 +377,27 @@ def check_trained(run: Path, which: str | int | None = None, kind: str | None = 
             readmit(recipe.trusted)
             check_part(MODELS, recipe.model.kind)
     elif which is not None:
-        what, remedy = f"{typed(run)} is one policy", "leave the choice of a checkpoint out"
-        raise InputError("USAGE", what, where="checkpoint", remedy=remedy)
+        problem, remedy = f"{typed(run)} is one policy", "leave the choice of a checkpoint out"
+        raise InputError("USAGE", problem, where="checkpoint", remedy=remedy)
 
 
 def no_run(path: Path) -> InputError:
     """Return the error of a path that is no run, with what it may be instead."""
     near = sorted(Path("runs").glob(f"{glob.escape(path.name)}*/checkpoints"))
     near = sorted(path.glob("*/checkpoints")) or near or sorted(Path("runs").glob("*/checkpoints"))
-    what, remedy = "there is no such run", "`gear-offline train smoke` makes a run in runs/"
+    problem, remedy = "there is no such run", "`gear-offline train smoke` makes a run in runs/"
     if near:
         remedy = f"give the directory of a run, e.g. {near[0].parent}"
     if str(path) in recipe_paths():
-        what, makes = "this is the name of a recipe, not a run", f"`gear-offline train {path}`"
+        problem, makes = "this is the name of a recipe, not a run", f"`gear-offline train {path}`"
         remedy = f"{makes} makes a run in runs/" if not near else f"{remedy}; {makes} makes another"
     elif (path / "manifest.json").exists():
-        what = "this is a dataset, not a run"
+        problem = "this is a dataset, not a run"
     elif (path / "recipe.yaml").is_file():
-        what = "the run has no checkpoint yet"
+        problem = "the run has no checkpoint yet"
         remedy = f"wait for one, or go on with `gear-offline train {typed(path)} --resume`"
     elif list_checkpoints(path / "checkpoints"):
         return lost_recipe(path)
     elif path.is_dir():
-        what = "there is no run in this folder"
-    return InputError("RUN_NOT_FOUND", what, where=str(path), remedy=remedy)
+        problem = "there is no run in this folder"
+    return InputError("RUN_NOT_FOUND", problem, where=str(path), remedy=remedy)

@@ -81,9 +81,9 @@ def export_policy(
     if target.suffix == ".onnx":
         check_new_file(target, overwrite=overwrite)
     elif target.suffix[1:].isalpha() and not target.is_dir():
-        what = f"a policy is no {target.suffix} file"
+        problem = f"a policy is no {target.suffix} file"
         remedy = f"write {target.with_suffix('.onnx')}, or a folder: {target.with_suffix('')}"
-        raise InputError("OUTPUT_WRITE", what, str(target), remedy)
+        raise InputError("OUTPUT_WRITE", problem, str(target), remedy)
     elif not overwrite:
         check_replaceable(target)
     if isinstance(policy, str | os.PathLike):

@@ -157,9 +157,9 @@ def micro_batches(batch: Batch, count: int) -> Iterator[Batch]:
 def check_micro_batches(share: int, accumulate: int, *, whose: str = "a rank's") -> None:
     """Raise `InputError` (``LOADER_OPTION``) unless a share has that many equal parts."""
     if share % accumulate:
-        what = f"{whose} {share} segments cannot be cut into {accumulate} equal micro-batches"
+        problem = f"{whose} {share} segments cannot be cut into {accumulate} equal micro-batches"
         remedy = f"use a divisor of {share}, or another loader.batch_size"
-        raise InputError("LOADER_OPTION", what, "train.accumulate", remedy)
+        raise InputError("LOADER_OPTION", problem, "train.accumulate", remedy)
 
 
 def compile_parts(model: SequenceModel, *, sharded: bool = False) -> None:

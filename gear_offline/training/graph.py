@@ -61,8 +61,11 @@ def why_not_captured(
     if device.type != "cuda" and recipe.train.graph != "off":
         reason = "CUDA graphs need a GPU"
     if reason and recipe.train.graph == "on":
-        what, remedy = f"train.graph=on is not possible: {reason}", "use train.graph=auto, or see "
-        raise UnavailableError("UNAVAILABLE", what, remedy=remedy + "gear-offline doctor")
+        problem, remedy = (
+            f"train.graph=on is not possible: {reason}",
+            "use train.graph=auto, or see ",
+        )
+        raise UnavailableError("UNAVAILABLE", problem, remedy=remedy + "gear-offline doctor")
     return reason
 
 

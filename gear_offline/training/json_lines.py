@@ -60,8 +60,8 @@ def whole_lines(path: Path, *, after: int = 0) -> Iterator[tuple[bytes, str, int
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:  # a link, a directory, a device
-        what = f"it is no file of a run ({os.strerror(error.errno or 0)})"
-        raise _damaged(what, str(path), "it") from error
+        problem = f"it is no file of a run ({os.strerror(error.errno or 0)})"
+        raise _damaged(problem, str(path), "it") from error
 
 
 def parse_record(line: bytes, where: str) -> dict[str, Any]:
@@ -76,8 +76,8 @@ def parse_record(line: bytes, where: str) -> dict[str, Any]:
     return record
 
 
-def _damaged(what: str, where: str, cause: str) -> InputError:
-    return InputError("RUN_DAMAGED", what, where=where, remedy=f"remove {cause}")
+def _damaged(problem: str, where: str, cause: str) -> InputError:
+    return InputError("RUN_DAMAGED", problem, where=where, remedy=f"remove {cause}")
 
 
 def truncate_records(folder: Path, *, last_step: int) -> None:

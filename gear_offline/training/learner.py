@@ -202,8 +202,8 @@ class Learner:
             if not self.is_captured:
                 self._gradients.feedback = LossFeedback(self.loader)
         if self.is_captured and self.loader.engine is None:
-            what = "the data have grown beyond what the GPU gathers, which captured steps need"
-            raise GearError("MEMORY", what, self.recipe.name, "train it with train.graph=off")
+            problem = "the data have grown beyond what the GPU gathers, which captured steps need"
+            raise GearError("MEMORY", problem, self.recipe.name, "train it with train.graph=off")
         is_kept = self._part is not None and self.loader.hand_over(self._part.batches)
         if not all(self.world.gather(is_kept)):
             self.release()
@@ -425,16 +425,16 @@ class Learner:
 def _check_learns(recipe: Recipe, strategy: str, model: SequenceModel) -> None:
     """Refuse what a selection that learns from losses cannot be trained with."""
     if recipe.train.accumulate > 1:
-        what = "a strategy that learns from losses needs them of the whole batch at once"
+        problem = "a strategy that learns from losses needs them of the whole batch at once"
         remedy = "use train.accumulate=1, or another strategy"
-        raise InputError("LOADER_OPTION", what, "train.accumulate", remedy)
+        raise InputError("LOADER_OPTION", problem, "train.accumulate", remedy)
     if model.stochastic:
-        what = f"{strategy} weighs segments by losses, a likelihood's may be negative"
+        problem = f"{strategy} weighs segments by losses, a likelihood's may be negative"
         remedy = "use another selection.strategy, or model.policy=deterministic"
-        raise InputError("SELECTION", what, "model.policy", remedy)
+        raise InputError("SELECTION", problem, "model.policy", remedy)
     if recipe.train.skip:
-        what = f"what {strategy} draws depends on losses before: episodes left out come again"
-        raise InputError("SELECTION", what, "train.skip", "use train.skip=[]")
+        problem = f"what {strategy} draws depends on losses before: episodes left out come again"
+        raise InputError("SELECTION", problem, "train.skip", "use train.skip=[]")
 
 
 def _say_other_options(recipe: Recipe, start: Recipe) -> None:

@@ -46,10 +46,12 @@ def data_sizes(
         lowest = min(float(moments.min.min()) for moments in statistics)
         choices = 1 + max(int(moments.max.max()) for moments in statistics)
         if width != 1 or lowest < 0:
-            what = f"integer actions of per-step shape {actions.shape} from {lowest:g} on are not "
-            what += "the numbers of one discrete choice"
+            problem = (
+                f"integer actions of per-step shape {actions.shape} from {lowest:g} on are not "
+            )
+            problem += "the numbers of one discrete choice"
             remedy = "store one number from 0 a step, or store continuous actions as float32"
-            raise InputError("COLUMN", what, where=data_name(source), remedy=remedy)
+            raise InputError("COLUMN", problem, where=data_name(source), remedy=remedy)
     inputs = list[InputColumn]()
     for column in columns:
         kind: Any = "uint8" if column.dtype == np.uint8 else "float32"
@@ -120,8 +122,8 @@ def make_training_model(
         try:
             take_over(model.state_dict(), start.state_dict())
         except KeyError as error:
-            what, remedy = str(error.args[0]), "give the recipe the model.* options of that run"
-            raise InputError("MODEL", what, "train.init", remedy) from error
+            problem, remedy = str(error.args[0]), "give the recipe the model.* options of that run"
+            raise InputError("MODEL", problem, "train.init", remedy) from error
     narrow, trial = has_half_gradients(recipe, half=half), Trial()
     moves = type(model).after_step is not SequenceModel.after_step
     if narrow and (moves or any(buffer.is_floating_point() for buffer in model.buffers())):
@@ -184,9 +186,9 @@ def _check_start(model: SequenceModel, start: SequenceModel) -> None:
         if now != before:
             if name == "columns":
                 now, before = ("; ".join(c.text for c in columns) for columns in (now, before))
-            what = f"{name} of that model are {before}, here they are {now}"
+            problem = f"{name} of that model are {before}, here they are {now}"
             remedy = "give the recipe what that run had, columns in their order "
-            raise InputError("MODEL", what, "train.init", f"{remedy}(loader.observations)")
+            raise InputError("MODEL", problem, "train.init", f"{remedy}(loader.observations)")
 
 
 def eight_bit_obstacle(recipe: Recipe, device: torch.device, world: World) -> str | None:

@@ -81,8 +81,8 @@ def write_policy(
             raise failure
     proto = program.model_proto
     if proto.ByteSize() >= LARGEST:
-        what = f"{proto.ByteSize() / 2**30:.1f} GiB are more than one ONNX file holds (2 GiB)"
-        raise InputError("MODEL", what, str(target), "export a smaller model")
+        problem = f"{proto.ByteSize() / 2**30:.1f} GiB are more than one ONNX file holds (2 GiB)"
+        raise InputError("MODEL", problem, str(target), "export a smaller model")
     facts = {"context_length": policy.context_length, "max_timestep": policy.max_timestep}
     facts |= policy.window.model_dump(mode="json", include={"gamma", "reward_edits"})
     onnx.helper.set_model_props(proto, {name: str(value) for name, value in facts.items()})

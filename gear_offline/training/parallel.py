@@ -71,9 +71,9 @@ def choose_parallel(
             return Parallel("ddp", f"DDP: {size_text(needed)} a rank fit in {size_text(free)} free")
         reason = f"FSDP: replicas need {size_text(needed)} a rank, {size_text(free)} are free"
     if recipe.model.is_stochastic:
-        what = "a stochastic policy is trained as replicas, not as shards of it"
+        problem = "a stochastic policy is trained as replicas, not as shards of it"
         remedy = "use train.parallel=ddp, and a smaller model if that does not fit"
-        raise InputError("MODEL", what, "train.parallel", remedy)
+        raise InputError("MODEL", problem, "train.parallel", remedy)
     reshard, why = train.reshard == "on", ", as the recipe says"
     if train.reshard == "auto":
         needed = memory(shards=world.size, reshard=False) + CONTEXT_BYTES

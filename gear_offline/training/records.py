@@ -333,8 +333,8 @@ def read_document(path: Path, kind: type[R]) -> R | None:
 
 
 def _unlike(path: Path, error: Exception) -> InputError:
-    what = f"the file is damaged: {first_line(error)}"
-    return InputError("RUN_DAMAGED", what, where=str(path), remedy="remove the file")
+    problem = f"the file is damaged: {first_line(error)}"
+    return InputError("RUN_DAMAGED", problem, where=str(path), remedy="remove the file")
 
 
 def read_summary(run: Path) -> RunSummary | None:

@@ -85,9 +85,9 @@ def _check_all_see(world: World, folder: Path) -> None:
     if world.is_first:
         probe.rmdir()
     if not all(able):
-        what = f"rank {able.index(False)} does not see it, and each rank saves its own shards"
+        problem = f"rank {able.index(False)} does not see it, and each rank saves its own shards"
         remedy = "put the run where every node sees it, or use train.parallel=ddp"
-        raise InputError("OUTPUT_WRITE", what, str(folder), remedy)
+        raise InputError("OUTPUT_WRITE", problem, str(folder), remedy)
 
 
 def read_into(folder: Path, tensors: dict[str, Tensor]) -> None:

@@ -294,8 +294,8 @@ class _Trier:
             else:
                 later.copy_((later + 1) % self.model.facts.action_dim)
 
-    def _fault(self, what: str, remedy: str) -> InputError:
-        return InputError("MODEL", what, self.name, remedy)
+    def _fault(self, problem: str, remedy: str) -> InputError:
+        return InputError("MODEL", problem, self.name, remedy)
 
     def _remark(self, text: str) -> None:
         self.remarks.append(f"{self.name} {text}")

@@ -52,10 +52,10 @@ class ReportWindow:
             return
         row, column = (int(v) for v in wrong[0])
         step, kind = last - (len(rows) - 1 - row), "gradient norm" if column else "loss"
-        what = f"the {kind} of step {step} is {float(rows[row, column])}"
+        problem = f"the {kind} of step {step} is {float(rows[row, column])}"
         remedy = "lower optimizer.learning_rate, or look for outliers with `gear-offline inspect`; "
         remedy += "go on from a checkpoint before that step, if there is one"
-        raise GearError("LOSS_NONFINITE", what, name, remedy)
+        raise GearError("LOSS_NONFINITE", problem, name, remedy)
 
     def of_all(self, world: World) -> Tensor:
         """Return (n, 2 + P), losses, norms and parts of the global batches; a rank has its part."""

@@ -113,8 +113,8 @@ def load_hardware(name_or_file: str) -> Hardware:
             machine = next(iter(dict(parse_yaml(text, where=name_or_file)).values()), None)
         return Hardware.model_validate(machine)
     except (OSError, TypeError, ValueError) as error:
-        what = (
+        problem = (
             f"{name_or_file} is neither a known machine ({', '.join(machines)}) nor a YAML file of "
         )
-        what += f"one: {first_line(error)}"
-        raise InputError("USAGE", what, "--hardware", f"give a file like {HARDWARE}") from error
+        problem += f"one: {first_line(error)}"
+        raise InputError("USAGE", problem, "--hardware", f"give a file like {HARDWARE}") from error

@@ -60,10 +60,10 @@ def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]
     cost = step_cost(recipe, workload.sizes, cluster, segments=share, learns=workload.learns)
     model_bytes = cost.memory_bytes + CONTEXT_BYTES
     if model_bytes > gpu.memory:
-        what = f"the model and {share} segments take {model_bytes / 1e9:.0f} GB of a GPU's "
-        what += f"{gpu.memory / 1e9:.0f} GB"
+        problem = f"the model and {share} segments take {model_bytes / 1e9:.0f} GB of a GPU's "
+        problem += f"{gpu.memory / 1e9:.0f} GB"
         remedy = "plan with more GPUs, a smaller loader.batch_size or a smaller model"
-        raise InputError("USAGE", what, recipe.name, remedy)
+        raise InputError("USAGE", problem, recipe.name, remedy)
     layout = lay_out(recipe, workload, cluster, gpu.memory - model_bytes)
     step, start = _step(workload, cluster, layout, cost, batch), _start(cluster, layout, cost)
     steps = recipe.train.steps

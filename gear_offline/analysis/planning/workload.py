@@ -69,9 +69,9 @@ def make_workload(
     if columns is not None:
         check_selection(recipe, recipe.name)
         if data_bytes is None:
-            what = "columns alone do not say how much data there are"
+            problem = "columns alone do not say how much data there are"
             remedy = "add the bytes of all data in memory, such as --data 100TB"
-            raise InputError("USAGE", what, "--columns", remedy)
+            raise InputError("USAGE", problem, "--columns", remedy)
         source: TableData = cast(Dataset, _describe(columns))
         text = f"{columns}, episodes of {LENGTH:,} steps, as described"
         strategies = [entry["strategy"] for entry in recipe.selection.options.get("parts", ())]
@@ -84,7 +84,7 @@ def make_workload(
             if error.code != "DATASET_NOT_FOUND":
                 raise
             remedy = f"{error.remedy}; or describe the data: --data 1TB --columns {EXAMPLE}"
-            raise InputError(error.code, error.what, error.where, remedy) from error
+            raise InputError(error.code, error.problem, error.where, remedy) from error
         text = f"dataset {recipe.data.path}"
         if tasks := recipe.data.tasks:
             text = f"datasets of {len(tasks)} tasks: {', '.join(tasks)}"
@@ -131,9 +131,9 @@ def _describe(text: str) -> SimpleNamespace:
             sizes = tuple(int(size) for size in (shape or "").split(",") if size.strip())
             columns.append(ColumnSpec(name=name, dtype=np.dtype(dtype), shape=sizes))
         except (ValueError, TypeError):
-            what = f"{column_text.strip()!r} is not a column and its NumPy dtype"
+            problem = f"{column_text.strip()!r} is not a column and its NumPy dtype"
             remedy = "write it like observations=float32[11] or rewards=float32"
-            raise InputError("USAGE", what, "--columns", remedy) from None
+            raise InputError("USAGE", problem, "--columns", remedy) from None
     spec = TableSpec(columns=tuple(columns), steps=EPISODES * LENGTH, episodes=EPISODES)
     unit = {c.name: SimpleNamespace(mean=np.zeros(c.shape), std=np.ones(c.shape)) for c in columns}
     lengths = np.full(EPISODES, LENGTH, np.int64)

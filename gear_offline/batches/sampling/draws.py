@@ -97,9 +97,9 @@ class Facts:
         """Return a fact that the strategy needs."""
         value = getattr(self, name)
         if value is None:
-            what = f"the strategy needs {name.replace('_', ' ')}"
+            problem = f"the strategy needs {name.replace('_', ' ')}"
             remedy = "pass a dataset, and context_length=K where the strategy depends on it"
-            raise InputError("SELECTION", what, remedy=remedy)
+            raise InputError("SELECTION", problem, remedy=remedy)
         return value
 
     def of_kept(self) -> Facts:
@@ -191,8 +191,10 @@ class CumulativeWeights(Sampler):
         super().__init__(index)
         self.weights, self.episode_order = np.asarray(weights, dtype=np.float64), order
         if self.weights.shape != (index.episodes,):
-            what = f"{index.episodes} weights are needed, one an episode, got {self.weights.shape}"
-            raise InputError("SELECTION", what, where)
+            problem = (
+                f"{index.episodes} weights are needed, one an episode, got {self.weights.shape}"
+            )
+            raise InputError("SELECTION", problem, where)
         choice = WeightedChoice(self.weights, where)
         self.episode_weight, self._search = choice.probability, choice.search
 
@@ -324,8 +326,8 @@ class Prioritized(Sampler):
                 del self._on_host
             self._on_gpu = moved
         if self._on_gpu.device != device:
-            what = f"the priorities are in the memory of {self._on_gpu.device}, not of {device}"
-            raise UnavailableError("SELECTION", what, remedy="make a sampler for each device")
+            problem = f"the priorities are in the memory of {self._on_gpu.device}, not of {device}"
+            raise UnavailableError("SELECTION", problem, remedy="make a sampler for each device")
         return self._on_gpu
 
     @property
@@ -365,8 +367,8 @@ class Prioritized(Sampler):
         if not good or (starts >= self.index.lengths[episodes]).any():
             raise InputError("SELECTION", "priorities are for segments (B, 2) of the table")
         if losses.shape != starts.shape or not (np.isfinite(losses) & (losses >= 0)).all():
-            what = "priorities are one finite loss of at least 0 for each segment"
-            raise InputError("SELECTION", what)
+            problem = "priorities are one finite loss of at least 0 for each segment"
+            raise InputError("SELECTION", problem)
         self._priorities.update_from_host(segments, losses)
 
     def importance(self, probability: Float64Array, *, step: int) -> Float64Array:
@@ -408,9 +410,9 @@ class Prioritized(Sampler):
             or masses.max() > largest_mass(self.index.steps)
             or updates[0] < 0
         ):
-            what = f"not the state of priorities over {self.index.steps} steps"
+            problem = f"not the state of priorities over {self.index.steps} steps"
             remedy = "load what state() of the same strategy over the same data returned"
-            raise InputError("LOADER_STATE", what, remedy=remedy)
+            raise InputError("LOADER_STATE", problem, remedy=remedy)
         self._priorities.load_state(masses, int(updates[0]))
 
 

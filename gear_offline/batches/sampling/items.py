@@ -53,9 +53,9 @@ class CountedDraws:
     ) -> None:
         order, weights = sampler.episode_order, np.zeros(len(in_table))
         if order is None and not isinstance(sampler, CumulativeWeights):
-            what = f"{sampler.name} draws no episodes by weight or in an order"
+            problem = f"{sampler.name} draws no episodes by weight or in an order"
             remedy = "use uniform_episodes, uniform_steps, weighted, fifo, lifo or heap"
-            raise InputError("SELECTION", what, "data.max_times_sampled", remedy)
+            raise InputError("SELECTION", problem, "data.max_times_sampled", remedy)
         if order is None and sampler.episode_weight is not None:
             weights = sampler.episode_weight
         masses = np.floor(weights * 2.0**62).astype(np.int64)
@@ -84,8 +84,8 @@ class CountedDraws:
         if step < self._step:
             self._begin(*self._first)
         if step < self._step:
-            what = f"what was drawn in step {step} depends on what was there then"
-            raise InputError("SELECTION", what, remedy=f"ask for steps from {self._step} on")
+            problem = f"what was drawn in step {step} depends on what was there then"
+            raise InputError("SELECTION", problem, remedy=f"ask for steps from {self._step} on")
         if step > self._step:
             seed, slots = self._stream
             for numbers in slot_draws(seed, self._step, step - self._step, slots)[0]:
@@ -291,7 +291,7 @@ def episode_priorities(data: DataSettings, dataset: Dataset, first: int = 0) -> 
         values = rows.reshape(len(rows), -1)[at[:-1] - at[0]].astype(np.float64)
     least = 0.0 if data.remover == "prioritized" else -math.inf
     if values.size != len(dataset) - first or not (np.isfinite(values) & (values >= least)).all():
-        what = f"{name or 'return'} is no priority of every episode from number {first} on"
+        problem = f"{name or 'return'} is no priority of every episode from number {first} on"
         remedy = f"name a column of one finite number a step{', at least 0' * (least == 0)}"
-        raise InputError("SELECTION", what, "data.priority", remedy)
+        raise InputError("SELECTION", problem, "data.priority", remedy)
     return values.reshape(-1)

@@ -57,9 +57,9 @@ def integer_masses(weights: npt.ArrayLike, where: str = "") -> UInt64Array:
     positive, wrong = np.flatnonzero(values), np.flatnonzero(~((values >= 0) & (values < np.inf)))
     if positive.size == 0 or wrong.size:
         example = f": number {wrong[0]} is {values[wrong[0]]:g}" if wrong.size else ""
-        what = f"weights must be finite, not negative and not all 0{example}"
+        problem = f"weights must be finite, not negative and not all 0{example}"
         raise InputError(
-            "SELECTION", what, where, "look for such values with `gear-offline inspect`"
+            "SELECTION", problem, where, "look for such values with `gear-offline inspect`"
         )
     result = np.zeros(values.size, dtype=np.uint64)
     if positive.size == 1:

@@ -122,11 +122,11 @@ def mix(samplers: Sequence[Sampler], schedule: PartWeights) -> Sampler:
     sides = {sampler.name: sampler.padding for sampler in samplers if sampler.padding is not None}
     if len(set(sides.values())) > 1:
         side_text = ", ".join(f"{name} {side}" for name, side in sides.items())
-        what, remedy = f"the parts pad on different sides: {side_text}", "mix those of one side"
-        raise InputError("SELECTION", what, remedy=remedy)
+        problem, remedy = f"the parts pad on different sides: {side_text}", "mix those of one side"
+        raise InputError("SELECTION", problem, remedy=remedy)
     if wrong := [sampler.name for sampler in samplers if not sampler.alike]:
-        what = f"{wrong[0]} cannot be a part: the density of its draws is not known"
-        raise InputError("SELECTION", what)
+        problem = f"{wrong[0]} cannot be a part: the density of its draws is not known"
+        raise InputError("SELECTION", problem)
     learning = [sampler.loss_sampler for sampler in samplers if sampler.loss_sampler is not None]
     if len(learning) > 1:
         raise InputError("SELECTION", "a mixture has one prioritized part at most")
@@ -196,9 +196,9 @@ def mix_tasks(tasks: Sequence[TaskPart], schedule: PartWeights | None = None) ->
         return tasks[0].sampler
     for task in tasks:
         if task.sampler.loss_sampler is not None or not task.sampler.alike:
-            what = f"strategy {task.sampler.name!r} cannot be mixed with those of other tasks"
+            problem = f"strategy {task.sampler.name!r} cannot be mixed with those of other tasks"
             remedy = "use one that treats slots and steps alike, such as uniform_steps"
-            raise InputError("SELECTION", what, f"data.tasks.{task.name}.selection", remedy)
+            raise InputError("SELECTION", problem, f"data.tasks.{task.name}.selection", remedy)
     samplers = [task.sampler for task in tasks]
     index = EpisodeIndex(np.concatenate([sampler.index.lengths for sampler in samplers]))
     firsts = np.cumsum([0, *(sampler.index.episodes for sampler in samplers)])

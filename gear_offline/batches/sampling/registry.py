@@ -136,7 +136,7 @@ def resolve_options(name: object, options: Mapping[str, Any]) -> dict[str, Any]:
         spec.check(checked)
         return checked
     except ValueError as error:
-        what = error.what if isinstance(error, InputError) else str(error)
+        what = error.problem if isinstance(error, InputError) else str(error)
         if isinstance(error, ValidationError):
             what = "; ".join(problem_text(problem) for problem in error.errors())
         names = [
@@ -161,9 +161,9 @@ def parse_strategy(selection: Selection) -> tuple[str, dict[str, Any]]:
         selection, options = _parse_text(selection)
     name = part_name(selection)
     if not isinstance(name, str) or not isinstance(options, Mapping):
-        what = f"{selection!r:.60} names no strategy"
+        problem = f"{selection!r:.60} names no strategy"
         remedy = "give a name, a function, or {'strategy': either, OPTION: VALUE}"
-        raise InputError("SELECTION", what, "selection", remedy)
+        raise InputError("SELECTION", problem, "selection", remedy)
     admit(strategies_in({"strategy": name, **options}))
     return name, dict(options)
 
@@ -175,8 +175,8 @@ def _parse_text(text: str) -> tuple[str, dict[str, Any]]:
     pairs = [option.split("=", 1) for option in options if "=" in option]
     values = {key.strip(): value for key, value in pairs}
     if not name or len(values) < len(options):
-        what = f"{text.strip()!r} is not a strategy with options"
-        raise InputError("SELECTION", what, remedy="write it like top_k:k=50:unit=steps")
+        problem = f"{text.strip()!r} is not a strategy with options"
+        raise InputError("SELECTION", problem, remedy="write it like top_k:k=50:unit=steps")
     return name, {k: parse_yaml(v, where=f"option {k}") for k, v in values.items()}
 
 
@@ -262,11 +262,11 @@ def build_sampler(name: object, facts: Facts, options: Mapping[str, Any]) -> Sam
             else:
                 result, again = (np.asarray(weights, np.float64) for weights in (result, again))
                 if not np.array_equal(result, again, equal_nan=True):
-                    what, remedy = (
+                    problem, remedy = (
                         "it gives other weights each time",
                         "use np.random.default_rng(0)",
                     )
-                    raise InputError("SELECTION", what, spec.name, remedy)
+                    raise InputError("SELECTION", problem, spec.name, remedy)
     sampler = (
         result
         if isinstance(result, Sampler)
@@ -294,7 +294,7 @@ def check_repeats(sampler: Sampler, where: str = "") -> None:
             pair[:, -1], second[:, -1]
         ),
     }
-    for what, holds in problems.items():
+    for problem, holds in problems.items():
         if not holds:
             remedy = "draw each step by np.random.default_rng([seed, step])"
-            raise InputError("SELECTION", what, where, remedy)
+            raise InputError("SELECTION", problem, where, remedy)

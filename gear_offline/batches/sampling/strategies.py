@@ -261,10 +261,10 @@ def min_dt(facts: Facts) -> Sampler:
         _, second = slot_draws(seed, first_step, steps, count)
         full = index.episodes // count  # batches of an epoch
         if full == 0:
-            what = "min_dt takes each episode once an epoch and full batches only, and "
-            what += f"{index.episodes} episodes make no batch of {count}"
+            problem = "min_dt takes each episode once an epoch and full batches only, and "
+            problem += f"{index.episodes} episodes make no batch of {count}"
             remedy = "lower the batch size, or use uniform_episodes"
-            raise InputError("SELECTION", what, remedy=remedy)
+            raise InputError("SELECTION", problem, remedy=remedy)
         first_epoch, epochs, batches = places(first_step, steps, 1, size=full)
         at = batches * count + np.arange(count, dtype=np.int64)
         order = KeyedOrder(index.episodes)
@@ -289,8 +289,8 @@ def d3rlpy(facts: Facts) -> Sampler:
     transitions = index.lengths - ~np.asarray(facts.need("terminated"), dtype=bool)
     members = np.flatnonzero(transitions)
     if members.size == 0:
-        what = "no episode has a transition: all have one step and none was terminated"
-        raise InputError("SELECTION", what)
+        problem = "no episode has a transition: all have one step and none was terminated"
+        raise InputError("SELECTION", problem)
     ends = EpisodeIndex(transitions[members])
     locate = StepLocator(ends)
 
@@ -333,10 +333,12 @@ def finite_returns(facts: Facts) -> Float64Array:
     """Return (E,) returns, of which none may be NaN or infinite."""
     returns = np.asarray(facts.need("returns"), dtype=np.float64)
     if returns.shape != (facts.episodes.episodes,) or not np.isfinite(returns).all():
-        what = f"returns of {facts.episodes.episodes} episodes are needed, and all must be finite"
+        problem = (
+            f"returns of {facts.episodes.episodes} episodes are needed, and all must be finite"
+        )
         remedy = "look for NaN or infinite rewards with `gear-offline inspect`; data without "
         remedy += "rewards have no returns: use selection.strategy=uniform_steps"
-        raise InputError("SELECTION", what, remedy=remedy)
+        raise InputError("SELECTION", problem, remedy=remedy)
     return returns
 
 
@@ -344,8 +346,10 @@ def column_of(facts: Facts, name: str) -> Array:
     """Return (N,) values of a column of one number a step."""
     values = np.asarray(facts.need("column")(name))
     if values.size != facts.episodes.steps or values.dtype.kind == "c":
-        what = f"{values.dtype} {values.shape[1:]} a step is not one number"
-        raise InputError("SELECTION", what, f"column {name}", "name another one, or uniform_steps")
+        problem = f"{values.dtype} {values.shape[1:]} a step is not one number"
+        raise InputError(
+            "SELECTION", problem, f"column {name}", "name another one, or uniform_steps"
+        )
     return values.reshape(-1)
 
 

@@ -37,9 +37,9 @@ class DeviceMemory:
         try:
             from cupy.cuda import runtime
         except ImportError as error:
-            what = f"tables are not placed for GPUs without CuPy ({error})"
+            problem = f"tables are not placed for GPUs without CuPy ({error})"
             remedy = "pip install 'gear-offline[gpu]', or use device='cpu' or engine='off'"
-            raise UnavailableError("PACKAGE_MISSING", what, remedy=remedy) from error
+            raise UnavailableError("PACKAGE_MISSING", problem, remedy=remedy) from error
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device, self._runtime = device, runtime
@@ -122,9 +122,9 @@ _pins_lock = threading.Lock()
 
 
 def too_large(nbytes: int, budget: int, source: str) -> GearError:
-    what = f"the table needs {size_text(nbytes)} of GPU memory, {size_text(budget)} are {source}"
+    problem = f"the table needs {size_text(nbytes)} of GPU memory, {size_text(budget)} are {source}"
     remedy = "use placement='auto' to keep the rest in pinned host memory, or raise hbm_budget"
-    return GearError("MEMORY", what, remedy=remedy)
+    return GearError("MEMORY", problem, remedy=remedy)
 
 
 def not_pinned(nbytes: int, why: str) -> GearError:
@@ -132,14 +132,14 @@ def not_pinned(nbytes: int, why: str) -> GearError:
     limit = ""
     if soft != resource.RLIM_INFINITY and soft < nbytes:
         limit = f"; the limit of this process is {size_text(soft)}, see `ulimit -l`"
-    what = f"{size_text(nbytes)} of host memory cannot be page-locked and mapped ({why}{limit})"
+    problem = f"{size_text(nbytes)} of host memory cannot be page-locked and mapped ({why}{limit})"
     remedy = "free host memory, raise the limit (docker --ulimit memlock=-1), or use "
     remedy += "placement='hbm'"
-    return GearError("MEMORY", what, remedy=remedy)
+    return GearError("MEMORY", problem, remedy=remedy)
 
 
 def _not_shared(error: Exception) -> GearError:
-    what = f"GPUs of this node cannot map each other's memory ({error})"
+    problem = f"GPUs of this node cannot map each other's memory ({error})"
     remedy = "use loader.placement=hbm or host; peers need NVLink or PCIe peer access, and "
     remedy += "one container for all processes of the node"
-    return GearError("DEVICE", what, remedy=remedy)
+    return GearError("DEVICE", problem, remedy=remedy)

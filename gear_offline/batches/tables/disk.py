@@ -112,11 +112,13 @@ def share_out(
             break
     else:
         least_bytes = used + 2 * batch * slot_bytes
-        what = f"host_budget={budget_bytes} ({size_text(budget_bytes)}) is too small to keep two "
-        what += f"batches of {batch} windows"
+        problem = (
+            f"host_budget={budget_bytes} ({size_text(budget_bytes)}) is too small to keep two "
+        )
+        problem += f"batches of {batch} windows"
         remedy = f"give at least {least_bytes} bytes ({size_text(least_bytes)}), or make "
         remedy += "batch_size or context_length smaller"
-        raise InputError("LOADER_OPTION", what, remedy=remedy)
+        raise InputError("LOADER_OPTION", problem, remedy=remedy)
     slots = min(slots, max(16 * batch, 2 * -(-steps // rows)))  # beyond, nothing is gained
     return DiskSizes(
         slots=slots,

@@ -184,15 +184,15 @@ def standard_fields(
     images = [is_image(spec) for spec in states]
     first = states[0]
     if frame_stack > 1 and not any(images):
-        what = f"frame_stack={frame_stack} is for images (uint8, two or more dimensions a "
-        what += f"step), {first.name} are {first.dtype} {first.shape}"
+        problem = f"frame_stack={frame_stack} is for images (uint8, two or more dimensions a "
+        problem += f"step), {first.name} are {first.dtype} {first.shape}"
         remedy = "use frame_stack=1, in a recipe loader.frame_stack=1"
-        raise InputError("LOADER_OPTION", what, f"column {first.name}", remedy)
+        raise InputError("LOADER_OPTION", problem, f"column {first.name}", remedy)
     if normalize_states and all(images):
-        what = "images are not normalised by the loader"
+        problem = "images are not normalised by the loader"
         remedy = "use normalize_states=False, in a recipe loader.normalize_states=false: models "
         remedy += "scale the pixels"
-        raise InputError("LOADER_OPTION", what, f"column {first.name}", remedy)
+        raise InputError("LOADER_OPTION", problem, f"column {first.name}", remedy)
     fields = {}
     for spec, image in zip(states, images, strict=True):
         mean, divisor, shape = None, None, spec.shape or (1,)
@@ -259,7 +259,7 @@ def _too_large(where: str) -> InputError:
     return InputError("COLUMN", "a value is too large for float32", where, remedy)
 
 
-def _column_error(spec: ColumnSpec, what: str) -> InputError:
-    what = f"{spec.name} is {spec.dtype} {spec.shape} a step: {what}"
+def _column_error(spec: ColumnSpec, problem: str) -> InputError:
+    problem = f"{spec.name} is {spec.dtype} {spec.shape} a step: {problem}"
     remedy = "convert the source with columns of the kinds that docs/reference/batch.md lists"
-    return InputError("COLUMN", what, f"column {spec.name}", remedy)
+    return InputError("COLUMN", problem, f"column {spec.name}", remedy)

@@ -116,18 +116,20 @@ def join_datasets(tasks: Sequence[Part]) -> JointDataset:
         raise InputError("LOADER_OPTION", f"tasks need names of their own, got {names}")
     for task in tasks:
         if not isinstance(task.dataset, Dataset):
-            what = f"task {task.name!r}: a {type(task.dataset).__name__} is not one dataset"
+            problem = f"task {task.name!r}: a {type(task.dataset).__name__} is not one dataset"
             remedy = "give what gear_offline.open_dataset(PATH) returns; of joint ones the tasks"
-            raise InputError("LOADER_OPTION", what, remedy=remedy)
+            raise InputError("LOADER_OPTION", problem, remedy=remedy)
         scale = task.returns_scale
         if not (isinstance(scale, Real) and math.isfinite(scale) and scale > 0):
-            what = f"task {task.name!r}: returns_scale={scale!r} is not usable"
-            raise InputError("LOADER_OPTION", what, remedy="use a positive number")
+            problem = f"task {task.name!r}: returns_scale={scale!r} is not usable"
+            raise InputError("LOADER_OPTION", problem, remedy="use a positive number")
         standard_fields(task.dataset, normalize_states=False)  # refuses what fits no batch
         if REWARDS not in task.dataset.spec:
-            what = f"the data of task {task.name!r} have no rewards, of which returns are asked for"
+            problem = (
+                f"the data of task {task.name!r} have no rewards, of which returns are asked for"
+            )
             remedy = "leave the task out, or add a column rewards to its source"
-            raise InputError("COLUMN", what, str(task.dataset.path), remedy)
+            raise InputError("COLUMN", problem, str(task.dataset.path), remedy)
     specs = {task.name: task.dataset.spec for task in tasks}
     return JointDataset(
         tasks=tuple(tasks),
@@ -192,7 +194,7 @@ def _widest(columns: Sequence[ColumnSpec]) -> ColumnSpec:
     return ColumnSpec(name=columns[0].name, dtype=dtype, shape=shape)
 
 
-def _misfit_error(what: str, kinds: Mapping[str, str], remedy: str) -> InputError:
+def _misfit_error(problem: str, kinds: Mapping[str, str], remedy: str) -> InputError:
     listing = ", ".join(f"{name} {text}" for name, text in kinds.items())
-    what = f"tasks with {what} do not fit one model: {listing}"
-    return InputError("COLUMN", what, where="data.tasks", remedy=remedy)
+    problem = f"tasks with {problem} do not fit one model: {listing}"
+    return InputError("COLUMN", problem, where="data.tasks", remedy=remedy)

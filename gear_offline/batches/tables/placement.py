@@ -107,9 +107,9 @@ def place_table(
     """
     ranks = Ranks() if ranks is None else ranks
     if placement == "peer" and min(ranks.nodes.count(node) for node in ranks.nodes) == 1:
-        what = "placement 'peer' needs several GPUs of one node"
+        problem = "placement 'peer' needs several GPUs of one node"
         remedy = "start one process a GPU with torchrun, or use 'auto'"
-        raise InputError("LOADER_OPTION", what, remedy=remedy)
+        raise InputError("LOADER_OPTION", problem, remedy=remedy)
     collective = placement in ("auto", "peer") and len(ranks.nodes) > 1  # the same on every rank
     if before is not None and (collective or before.reads_host):
         before = None

@@ -225,9 +225,9 @@ class ReadAhead:
         if not self._is_copy():
             self._raise()
         elif ahead:
-            what = "this process was forked from the one whose threads read ahead for the loader"
+            problem = "this process was forked from the one whose threads read ahead for the loader"
             remedy = "make the loader here, or fork before its first batch is asked for"
-            raise GearError("LOADER_STATE", what, remedy=remedy)
+            raise GearError("LOADER_STATE", problem, remedy=remedy)
 
     def _is_copy(self) -> bool:
         """True if a fork left the threads behind, of which one may have held the lock."""

@@ -75,9 +75,9 @@ class SharedMemory:
         try:
             descriptor = os.memfd_create("gear-table", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except (AttributeError, OSError) as error:
-            what = f"no shared memory: memfd_create failed ({error})"
+            problem = f"no shared memory: memfd_create failed ({error})"
             remedy = "use Linux 3.17 or newer, and a container that allows memfd_create"
-            raise UnavailableError("SYSTEM", what, remedy=remedy) from error
+            raise UnavailableError("SYSTEM", problem, remedy=remedy) from error
         try:
             os.fchmod(descriptor, 0o600)
             os.ftruncate(descriptor, nbytes)
@@ -256,7 +256,7 @@ def fits_in_memory(source: TableData, loader: Mapping[str, Any], options: TableO
 
 
 def _not_attached(handle: Handle, why: str) -> GearError:
-    what = f"cannot attach to the table of process {handle.process}: {why}"
+    problem = f"cannot attach to the table of process {handle.process}: {why}"
     remedy = "check that it still runs on this node as the same user and in the same container, "
     remedy += "with the same dataset and options"
-    return GearError("MEMORY", what, remedy=remedy)
+    return GearError("MEMORY", problem, remedy=remedy)

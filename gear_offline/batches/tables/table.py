@@ -154,8 +154,8 @@ def plan_groups(
     joint, normalize_states = isinstance(source, JointDataset), options.normalize_states
     if isinstance(source, JointDataset):
         if options.observations != (STATES,):
-            what = f"several datasets share the column {STATES}, got {[*options.observations]}"
-            raise InputError("LOADER_OPTION", what, remedy="leave observations out")
+            problem = f"several datasets share the column {STATES}, got {[*options.observations]}"
+            raise InputError("LOADER_OPTION", problem, remedy="leave observations out")
         for task in source.tasks:
             standard_fields(task.dataset, normalize_states=normalize_states)
     # Tasks have moments of their own, which their rows are normalised with when they are filled in.
@@ -170,9 +170,9 @@ def plan_groups(
     extra_columns = options.extra_columns
     names = [*options.observations, ACTIONS, REWARDS, *extra_columns]
     if len(set(names)) != len(names):
-        what = f"a column is named twice among {', '.join(names)}"
+        problem = f"a column is named twice among {', '.join(names)}"
         remedy = f"name each once; of extra columns {', '.join(standard)} are there anyway"
-        raise InputError("COLUMN", what, remedy=remedy)
+        raise InputError("COLUMN", problem, remedy=remedy)
     packed = {
         column: f
         for column, f in fields.items()

@@ -109,8 +109,8 @@ class Appender:
         steps = len(next(iter(kept.values()), ()))
         flags = end_flags(episode)
         if not flags:
-            what, remedy = "an episode does not say how it ended", "give terminated or truncated"
-            raise InputError("COLUMN", what, remedy=f"{remedy}, true or false")
+            problem, remedy = "an episode does not say how it ended", "give terminated or truncated"
+            raise InputError("COLUMN", problem, remedy=f"{remedy}, true or false")
         last = {name: np.array([value]) for name, value in flags.items()}
         terminated = bool(judge_ends(last, np.ones(1, np.int64), None, where="an episode")[0][0])
         limits = [flags[name] for name in TIME_FLAGS if name in flags]
@@ -124,8 +124,8 @@ class Appender:
 
 def _rows(episode: Mapping[str, Array], column: ColumnSpec) -> Array:
     if column.name not in episode:
-        what = f"an episode lacks the column {column.name!r}, which the dataset has"
-        raise InputError("COLUMN", what, "", "give it, or convert with fewer --columns")
+        problem = f"an episode lacks the column {column.name!r}, which the dataset has"
+        raise InputError("COLUMN", problem, "", "give it, or convert with fewer --columns")
     values = episode[column.name]
     if values.shape[1:] != column.shape == channels_last(values.shape[1:]):
         values = np.moveaxis(values, 1, -1)  # frames of an environment, as they were converted
@@ -134,11 +134,11 @@ def _rows(episode: Mapping[str, Array], column: ColumnSpec) -> Array:
     is_same = np.array_equal(rows, values) if column.dtype.kind in "biu" else True
     is_same &= not is_lost(values, column.dtype)
     if values.shape[1:] != column.shape or not is_same:
-        what = f"{values.dtype} of per-step shape {values.shape[1:]} is given"
-        raise InputError("COLUMN", what, str(column), "give it as the dataset has it")
+        problem = f"{values.dtype} of per-step shape {values.shape[1:]} is given"
+        raise InputError("COLUMN", problem, str(column), "give it as the dataset has it")
     if not np.isfinite(rows).all():
-        what, remedy = "NaN or infinity in the data", "leave such an episode out"
-        raise InputError("COLUMN", what, str(column), remedy)
+        problem, remedy = "NaN or infinity in the data", "leave such an episode out"
+        raise InputError("COLUMN", problem, str(column), remedy)
     return rows
 
 

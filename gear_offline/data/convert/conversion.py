@@ -286,13 +286,13 @@ def _check_options(shard_bytes: int, block_bytes: int, workers: int, *, usable: 
     blocks = range(MIN_BLOCK_BYTES, MAX_BLOCK_BYTES + 1, MIN_BLOCK_BYTES)
     block_text = f"give a multiple of {MIN_BLOCK_BYTES} up to {MAX_BLOCK_BYTES}"
     source = "give at least 1; more, and Ray, need the source as a path or name, and map as text"
-    for fits, what, remedy in (
+    for fits, problem, remedy in (
         (shard_bytes >= 1, f"shard_bytes is {shard_bytes}", "give at least 1"),
         (block_bytes in blocks, f"block_bytes is {block_bytes}", block_text),
         (workers >= 1 and usable, f"workers={workers} cannot be used with this source", source),
     ):
         if not fits:
-            raise InputError("USAGE", what, remedy=remedy)
+            raise InputError("USAGE", problem, remedy=remedy)
 
 
 def _check_required(source: Source, edits: Edits) -> None:
@@ -301,9 +301,9 @@ def _check_required(source: Source, edits: Edits) -> None:
     lacking = [name for name in REQUIRED if name not in groups]
     if lacking and edits.columns is None and source.info.format != "gear":
         made = "map made" if edits.function is not None else "there are"
-        what = f"{made} no {' and no '.join(lacking)}"
+        problem = f"{made} no {' and no '.join(lacking)}"
         remedy = f"return them from map, or name others: --rename NAME={lacking[0]}, --columns"
-        raise InputError("COLUMN", what, source.info.uri, remedy)
+        raise InputError("COLUMN", problem, source.info.uri, remedy)
 
 
 def _describe(
@@ -339,16 +339,19 @@ def _pick_columns(
     picked = tuple(c for c in spec if names is None or c.name in wanted)
     for column in picked:
         if column.name.casefold() in RESERVED_NAMES:
-            what = f"the name {column.name!r} is reserved for the shards' own tensors"
-            raise InputError("COLUMN", what, uri, "rename the column, or leave it out")
+            problem = f"the name {column.name!r} is reserved for the shards' own tensors"
+            raise InputError("COLUMN", problem, uri, "rename the column, or leave it out")
         if column.name == REWARDS and (math.prod(column.shape) != 1 or column.dtype.kind == "c"):
-            what = f"rewards are {column.dtype} of per-step shape {column.shape}"
-            raise InputError("COLUMN", what, uri, f"store one real number per step{PADDED}")
+            problem = f"rewards are {column.dtype} of per-step shape {column.shape}"
+            raise InputError("COLUMN", problem, uri, f"store one real number per step{PADDED}")
     width = sum(math.prod(c.shape) for c in picked)
     if width > MAX_WIDTH:
         widest = max(picked, key=lambda c: math.prod(c.shape)).name
-        what, remedy = f"{width:,} numbers a step", f"leave out wide columns: at most {MAX_WIDTH:,}"
-        raise InputError("COLUMN", what, f"column {widest}", remedy)
+        problem, remedy = (
+            f"{width:,} numbers a step",
+            f"leave out wide columns: at most {MAX_WIDTH:,}",
+        )
+        raise InputError("COLUMN", problem, f"column {widest}", remedy)
     table = TableSpec(columns=picked, steps=1, episodes=1)
     floats = [name for name in discrete if table[name].dtype.kind == "f"]
     return tuple(replace(c, dtype=np.dtype("i4")) if c.name in floats else c for c in picked)

@@ -54,8 +54,8 @@ def refuse_encoded(source: Source, columns: Sequence[ColumnSpec]) -> None:
     observed = [c for c in columns if c.name.split("/")[0] == "observations"]
     for column in (c for c in observed if c.dtype == np.uint8 and len(c.shape) == 1):
         if source.read(column.name, 0, 1).tobytes().startswith(PICTURES):
-            what = f"{column.name} holds JPEG or PNG files in rows of bytes"
-            raise InputError("COLUMN", what, source.info.uri, "decode them in a --map function")
+            problem = f"{column.name} holds JPEG or PNG files in rows of bytes"
+            raise InputError("COLUMN", problem, source.info.uri, "decode them in a --map function")
 
 
 def doubt_actions(made: Dataset) -> list[str]:

@@ -80,8 +80,8 @@ class Edits:
         ]
         parts = [part.strip() for text in (*names, *names.values()) for part in text.split("+")]
         if (columns is not None and not columns) or len(names) < len(pairs) or not all(parts):
-            what = f"{', '.join(columns or map('='.join, pairs))} gives a name twice, or none"
-            raise InputError("USAGE", what, remedy="write it like observations=obs,actions=act")
+            problem = f"{', '.join(columns or map('='.join, pairs))} gives a name twice, or none"
+            raise InputError("USAGE", problem, remedy="write it like observations=obs,actions=act")
         kept = [name.strip() for name, _, _ in parted]
         kept = [name if name in names else rename.get(name, name) for name in kept]
         return cls(

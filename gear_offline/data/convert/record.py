@@ -131,8 +131,8 @@ def digest_file(file: InputFile, stop: Event) -> SourceFile:
             while not stop.is_set() and (count := opened.readinto(buffer)):
                 xxh3.update(buffer[:count])
     except OSError as error:
-        what = f"cannot read the source: {error.strerror or error}"
-        raise InputError("SOURCE_READ", what, file.path.name, "check the file") from error
+        problem = f"cannot read the source: {error.strerror or error}"
+        raise InputError("SOURCE_READ", problem, file.path.name, "check the file") from error
     return SourceFile(name=file.path.name, bytes=file.identity[2], digest=str(xxh3.hexdigest()))
 
 

@@ -153,9 +153,9 @@ class Shard:
             remedy = "repair the source, or accept such values (--allow-nonfinite)"
             raise InputError("COLUMN", "NaN or infinity in the data", where, remedy)
         if column.dtype == np.bool_ and moments.high.max() > 1:
-            what = "a bool column holds bytes other than 0 and 1"
+            problem = "a bool column holds bytes other than 0 and 1"
             where = f"column {column.name}, steps {start} to {start + len(rows) - 1}"
-            raise InputError("COLUMN", what, where, "store the column as uint8")
+            raise InputError("COLUMN", problem, where, "store the column as uint8")
         if column.name == REWARDS:
             rewards = rows.reshape(-1).astype(np.float64)
             with np.errstate(all="ignore"):
@@ -214,9 +214,9 @@ def _read_rows(source: Source, stored: ColumnSpec, start: int, stop: int) -> Arr
         with np.errstate(invalid="ignore"):
             numbers = rows.astype(stored.dtype)
         if not np.array_equal(numbers, rows):
-            what = "a column named as discrete holds other than whole numbers"
+            problem = "a column named as discrete holds other than whole numbers"
             where = f"column {stored.name}, steps {start} to {stop - 1}"
-            raise InputError("COLUMN", what, where, f"leave {stored.name} out of --discrete")
+            raise InputError("COLUMN", problem, where, f"leave {stored.name} out of --discrete")
         rows = numbers
     dtype, step_shape = stored_form(stored)
     return np.ascontiguousarray(rows).view(dtype).reshape(stop - start, *step_shape)

@@ -148,11 +148,11 @@ class Dataset:
     if not TYPE_CHECKING:  # which finds such names itself
 
         def __getattr__(self, name: str) -> Never:
-            what = f"{type(self).__name__!r} object has no attribute {name!r}"
+            problem = f"{type(self).__name__!r} object has no attribute {name!r}"
             manifest = vars(self).get("manifest")  # a copy is made without it
             if manifest is not None and name in (column.name for column in manifest.spec):
-                what += f": the column is column({name!r}), of an episode dataset[0][{name!r}]"
-            raise AttributeError(what)
+                problem += f": the column is column({name!r}), of an episode dataset[0][{name!r}]"
+            raise AttributeError(problem)
 
     def read(self, column: str, start: int, stop: int) -> Array:
         """Return rows ``[start, stop)`` of `column` in memory of their own, digests unread.
@@ -176,8 +176,8 @@ class Dataset:
         """
         spec = self.spec[column]
         if not 0 <= start <= stop <= self.spec.steps:
-            what = f"steps [{start}, {stop}) are not in [0, {self.spec.steps})"
-            raise InputError("SELECTION", what, where=f"column {column}")
+            problem = f"steps [{start}, {stop}) are not in [0, {self.spec.steps})"
+            raise InputError("SELECTION", problem, where=f"column {column}")
         dtype, shape = stored_form(spec)
         rows = np.empty((stop - start, *shape), dtype)
         begin = int(np.searchsorted(self.first_steps, start, side="right")) - 1
@@ -240,8 +240,8 @@ class Dataset:
         except IndexError:
             raise IndexError(f"episode {number} of {len(self)}") from None
         except TypeError as error:
-            what = f"episodes have numbers, not {number!r}; whole columns: column(name)"
-            raise TypeError(what) from error
+            problem = f"episodes have numbers, not {number!r}; whole columns: column(name)"
+            raise TypeError(problem) from error
         if isinstance(which, int):
             return self.episode(which)
         return list(self.iter_episodes(which)) if which else []

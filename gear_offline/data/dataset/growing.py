@@ -110,8 +110,8 @@ class GrowingDataset(Closing):
             log = take_lock(self._path / ADMISSIONS_NAME, os.O_APPEND)
             sync_directory(self._path)
         if log < 0:
-            what, remedy = "another run grows this dataset", "wait for it, or copy the dataset"
-            raise InputError("RUN_LOCKED", what, str(self._path), remedy)
+            problem, remedy = "another run grows this dataset", "wait for it, or copy the dataset"
+            raise InputError("RUN_LOCKED", problem, str(self._path), remedy)
         return log
 
     def _waiting(self) -> list[Path]:
@@ -130,9 +130,9 @@ class GrowingDataset(Closing):
             lines, self._seal, self._end = read_admissions(self._path, self._end, self._seal)
             self._lines += lines
         if len(self._lines) < admissions:
-            what = f"{len(self._lines):,} pieces are admitted, the run had {admissions:,}"
+            problem = f"{len(self._lines):,} pieces are admitted, the run had {admissions:,}"
             remedy = "bring the dataset back as it was, or train into another directory"
-            raise InputError("DATA_MISMATCH", what, str(self._path), remedy)
+            raise InputError("DATA_MISMATCH", problem, str(self._path), remedy)
         if admissions > self.admissions:
             larger = grow_dataset(self.dataset, self._lines[self.admissions : admissions])
             self.dataset = larger.verify() if self.dataset.verified else larger  # the new shards
@@ -159,13 +159,15 @@ class GrowingDataset(Closing):
         if self._log < 0 or self.admissions < len(self._lines):
             return self.dataset
         deadline, waits, first = time.monotonic() + timeout, False, len(self.dataset)
-        while self._look(step, may_admit) and (what := missing(self.dataset)) and not is_stopped():
+        while (
+            self._look(step, may_admit) and (problem := missing(self.dataset)) and not is_stopped()
+        ):
             if not waits:
-                self._say(step, f"waiting for {what}")
+                self._say(step, f"waiting for {problem}")
             if time.monotonic() > deadline:
-                what = f"step {step:,} has waited {timeout:g} s for {what}"
+                problem = f"step {step:,} has waited {timeout:g} s for {problem}"
                 remedy = "start actors: gear-offline act RUN; then go on with --resume"
-                raise GearError("WORKER_LOST", what, str(self._path), remedy)
+                raise GearError("WORKER_LOST", problem, str(self._path), remedy)
             waits = True
             time.sleep(POLL_SECONDS)
         if (count := len(self.dataset) - first) > 0:
@@ -282,8 +284,8 @@ class GrowingDataset(Closing):
 
 def too_large(size: int, where: Path) -> InputError:
     """Return the error of a piece that no learner would admit."""
-    what = f"a piece of {size_text(size)}, {size_text(MAX_PIECE_BYTES)} are the most"
-    return InputError("SOURCE_LAYOUT", what, str(where), "append fewer episodes at a time")
+    problem = f"a piece of {size_text(size)}, {size_text(MAX_PIECE_BYTES)} are the most"
+    return InputError("SOURCE_LAYOUT", problem, str(where), "append fewer episodes at a time")
 
 
 def piece_returns(rewards: Array | None, episodes: EpisodeIndex) -> Float64Array:
@@ -320,8 +322,10 @@ def open_piece(path: Path, shard: Path, manifest: Manifest) -> Dataset:
         counts = {"episodes": len(rows[lengths]), "steps": len(rows[first])}
         header = encode_header(plan_tensors(manifest.spec.columns, **counts))
     if not header or not content.startswith(header) or not all(counts.values()):
-        what = f"its columns are not those of the dataset: {', '.join(map(str, manifest.columns))}"
-        raise InputError("COLUMN", what, str(path), "append it with go.Appender")
+        problem = (
+            f"its columns are not those of the dataset: {', '.join(map(str, manifest.columns))}"
+        )
+        raise InputError("COLUMN", problem, str(path), "append it with go.Appender")
     digests, statistics = {}, {}
     for name, values in rows.items():
         blocks = BlockDigests(manifest.block_bytes)

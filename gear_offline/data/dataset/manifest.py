@@ -263,8 +263,8 @@ class Manifest(Model):
             lines.append(f'"{key}": {text}')
         body = ("{\n" + ",\n".join(lines)).encode("ascii")
         if len(body) + _SEAL_BYTES > MAX_MANIFEST_BYTES:
-            what = f"a manifest of {len(body) >> 20} MiB, which no reader takes"
-            raise InputError("COLUMN", what, remedy="use larger shards and digest blocks")
+            problem = f"a manifest of {len(body) >> 20} MiB, which no reader takes"
+            raise InputError("COLUMN", problem, remedy="use larger shards and digest blocks")
         return body + f',\n"digest": "xxh3-128:{digest(body)}"\n}}\n'.encode("ascii")
 
     @classmethod
@@ -370,20 +370,20 @@ def is_only_dataset(path: Path) -> bool:
 
 def _no_dataset(path: Path) -> InputError:
     """Return the error for a path without a manifest, with a guess and the remedy."""
-    what, source = "the directory is not a dataset: it has no manifest", "SOURCE"
+    problem, source = "the directory is not a dataset: it has no manifest", "SOURCE"
     if re.match(r"(d4rl|minari):.", str(path)) or dataset_file(str(path)):
-        what = "this names a source, not a dataset"
+        problem = "this names a source, not a dataset"
         source = str(path) if ":" in str(path) else f"d4rl:{path}"
     elif os.path.isfile(path / "recipe.yaml"):
-        what = "this is a run, not a dataset"
+        problem = "this is a run, not a dataset"
     elif not os.path.exists(path):
-        what = "cannot open the dataset: not there"
+        problem = "cannot open the dataset: not there"
     elif not os.path.isdir(path):
-        what, source = "a dataset is a directory, this is a file", str(path)
+        problem, source = "a dataset is a directory, this is a file", str(path)
     elif not os.access(path, os.R_OK):
-        what = "cannot open the dataset: permission denied"
+        problem = "cannot open the dataset: permission denied"
     remedy = f"check the path, or make one with gear-offline convert {typed(source)} OUT"
-    return InputError("DATASET_NOT_FOUND", what, str(path), remedy)
+    return InputError("DATASET_NOT_FOUND", problem, str(path), remedy)
 
 
 def _finite(text: str) -> float:

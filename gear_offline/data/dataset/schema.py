@@ -84,20 +84,20 @@ class ColumnSpec:
     shape: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        dtype, what, remedy = np.dtype(self.dtype), "", ""
+        dtype, problem, remedy = np.dtype(self.dtype), "", ""
         object.__setattr__(self, "dtype", dtype.newbyteorder("="))
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
         if not is_column_name(self.name):
-            what = "a name that is not allowed"
+            problem = "a name that is not allowed"
             remedy = "use letters, digits, '_', '-', '.' and single '/' between parts"
         elif dtype.kind not in "biufc" or dtype.itemsize > 16 or dtype.char in "gG":
-            what = f"dtype {dtype} is not a numeric or bool dtype of a fixed width"
+            problem = f"dtype {dtype} is not a numeric or bool dtype of a fixed width"
             remedy = "store the column as a NumPy bool, integer, float or complex dtype"
         elif not is_step_shape(self.shape, dtype.itemsize):
-            what = f"per-step shape {self.shape} is not usable"
+            problem = f"per-step shape {self.shape} is not usable"
             remedy = f"use up to {MAX_DIMENSIONS} positive dimensions and at most 64 MiB a step"
-        if what:
-            raise InputError("COLUMN", what, where=f"column {self.name!r}", remedy=remedy)
+        if problem:
+            raise InputError("COLUMN", problem, where=f"column {self.name!r}", remedy=remedy)
 
     def __str__(self) -> str:
         """Name, dtype and shape, e.g. ``observations float32[11]``."""
@@ -127,8 +127,8 @@ class TableSpec:
     def __post_init__(self) -> None:
         names = [c.name for c in self.columns]
         if len({n.casefold() for n in names}) != len(names):
-            what = f"column names repeat or differ by case only: {names}"
-            raise InputError("COLUMN", what, remedy="rename one of them, or leave it out")
+            problem = f"column names repeat or differ by case only: {names}"
+            raise InputError("COLUMN", problem, remedy="rename one of them, or leave it out")
 
     def __str__(self) -> str:
         """Counts and columns: ``2 episodes, 12 steps: actions float32[1], rewards float32``"""
@@ -219,15 +219,17 @@ def chosen_episodes(which: npt.ArrayLike, episodes: int) -> Int64Array:
     if numbers.dtype == np.bool_ and numbers.shape == (episodes,):
         numbers = np.flatnonzero(numbers)
     if not numbers.size or numbers.ndim != 1 or numbers.dtype.kind not in "iu":
-        what = "none is chosen" if not numbers.size else f"{numbers.dtype} of shape {numbers.shape}"
+        problem = (
+            "none is chosen" if not numbers.size else f"{numbers.dtype} of shape {numbers.shape}"
+        )
     elif numbers.min() < 0 or numbers.max() >= episodes:
-        what = f"{numbers.min()} to {numbers.max()} are asked for, there are 0 to {episodes - 1}"
+        problem = f"{numbers.min()} to {numbers.max()} are asked for, there are 0 to {episodes - 1}"
     elif np.unique(numbers).size < numbers.size:
-        what = "one is named twice"
+        problem = "one is named twice"
     else:
         return numbers.astype(np.int64)
     remedy = f"give numbers from 0 to {episodes - 1}, each once, or {episodes} bools"
-    raise InputError("SELECTION", f"not a choice of episodes: {what}", remedy=remedy)
+    raise InputError("SELECTION", f"not a choice of episodes: {problem}", remedy=remedy)
 
 
 def is_lost(rows: Array, dtype: npt.DTypeLike) -> bool:

@@ -43,8 +43,8 @@ _METADATA = {"format": "gear-offline", "format_version": "1"}
 _REMEDY = "the file is damaged or foreign: copy it again or convert the source again"
 
 
-def damage_error(what: str, where: str | Path) -> InputError:
-    return InputError("DATASET_DAMAGED", what, where=str(where), remedy=_REMEDY)
+def damage_error(problem: str, where: str | Path) -> InputError:
+    return InputError("DATASET_DAMAGED", problem, where=str(where), remedy=_REMEDY)
 
 
 def stored_form(column: ColumnSpec) -> tuple[np.dtype[Any], tuple[int, ...]]:

@@ -250,8 +250,8 @@ def _split_observations(columns: Columns, where: str) -> None:
     if any(columns[n].shape[:1] != (len(rewards) + 1,) for n in names):
         return  # as many rows as steps, or an error that `_check_rows` tells
     if any(n.split("/")[0] == NEXT_OBSERVATIONS for n in columns):
-        what = f"observations have {len(rewards) + 1} rows beside next_observations"
-        raise misfit(what, where, "give T rows of each, or T + 1 observations alone")
+        problem = f"observations have {len(rewards) + 1} rows beside next_observations"
+        raise misfit(problem, where, "give T rows of each, or T + 1 observations alone")
     for name in names:
         rows = columns[name]
         columns[name] = rows[:-1]
@@ -265,12 +265,12 @@ def _check_rows(columns: Columns, where: str) -> None:
         if rows.ndim == 0:
             raise _in_column("one number instead of rows", where, "give a row for each step", name)
     if not first or not len(columns[first]):
-        what = f"{first} has no rows" if first else "there are no columns"
-        raise misfit(what, where, "give at least one step of observations, actions and rewards")
+        problem = f"{first} has no rows" if first else "there are no columns"
+        raise misfit(problem, where, "give at least one step of observations, actions and rewards")
     for name, rows in columns.items():
         if len(rows) != len(columns[first]):
-            what = f"{len(rows)} rows where {first} has {len(columns[first])}"
-            raise _in_column(what, where, f"give one row for each step{_renames(columns)}", name)
+            problem = f"{len(rows)} rows where {first} has {len(columns[first])}"
+            raise _in_column(problem, where, f"give one row for each step{_renames(columns)}", name)
 
 
 def _renames(names: Collection[str]) -> str:
@@ -280,5 +280,5 @@ def _renames(names: Collection[str]) -> str:
     return "".join(f"; rename {name} to {meant}" for name, meant in pairs)
 
 
-def _in_column(what: str, where: str, remedy: str, column: str) -> InputError:
-    return misfit(what, f"{where}, column {column}".removeprefix(", "), remedy)
+def _in_column(problem: str, where: str, remedy: str, column: str) -> InputError:
+    return misfit(problem, f"{where}, column {column}".removeprefix(", "), remedy)

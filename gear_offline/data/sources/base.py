@@ -185,8 +185,10 @@ class Source(Closing):
                 rows = piece.read(name, start + shift, end + shift)
             fits = rows.size == (end - start) * prod(spec.shape)
             if not fits or not np.can_cast(rows.dtype, spec.dtype):
-                what = f"a step is {rows.dtype} {rows.shape[1:]}, another {spec.dtype} {spec.shape}"
-                raise misfit(what, f"{self.where}: {column}", DIFFERS)
+                problem = (
+                    f"a step is {rows.dtype} {rows.shape[1:]}, another {spec.dtype} {spec.shape}"
+                )
+                raise misfit(problem, f"{self.where}: {column}", DIFFERS)
             parts.append(rows.astype(spec.dtype, copy=False).reshape(end - start, *spec.shape))
             start, index = end, index + 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts)

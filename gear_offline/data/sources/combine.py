@@ -239,8 +239,8 @@ def _read_coded(
 
 def _check_open(source: object) -> None:
     if not isinstance(source, Source):
-        what, remedy = f"a {type(source).__name__} is not an open source", "go.open_source(PATH)"
-        raise InputError("SOURCE_READ", what, remedy=f"open it: {remedy}")
+        problem, remedy = f"a {type(source).__name__} is not an open source", "go.open_source(PATH)"
+        raise InputError("SOURCE_READ", problem, remedy=f"open it: {remedy}")
 
 
 def with_columns(source: Source, names: Mapping[str, str] | None) -> Source:
@@ -338,22 +338,24 @@ def _taken(source: Source, new: str, olds: Sequence[str]) -> dict[str, list[Colu
             why = source.info.attributes.get("left_out", {}).get(old)
             near = nearest(old, [*columns])
             why = why or (near and f"did you mean {near!r}?")
-            what = f"no {old!r} to take as {new!r}{f': {why}' if why else ''}"
+            problem = f"no {old!r} to take as {new!r}{f': {why}' if why else ''}"
             remedy = f"found: {some_names(columns)}"
             if new in columns and len(olds) == 1:
                 remedy = f"the new name stands first: {old}={new}; {remedy}"
-            raise InputError("COLUMN", what, source.info.uri, remedy)
+            raise InputError("COLUMN", problem, source.info.uri, remedy)
         if len(olds) == 1:
             return {new + n.removeprefix(name): [columns[n]] for n in below}
         if name not in columns:
-            what = f"{old} is a group of {count_text(len(below), 'column')}"
-            raise InputError("COLUMN", what, f"column {new}", f"name its parts: {'+'.join(below)}")
+            problem = f"{old} is a group of {count_text(len(below), 'column')}"
+            raise InputError(
+                "COLUMN", problem, f"column {new}", f"name its parts: {'+'.join(below)}"
+            )
         taken.append(columns[name])
         dtype, shape = taken[-1].dtype, taken[-1].shape
         if len(shape) > 1 or dtype.kind != taken[0].dtype.kind:
-            what = f"{old} is {dtype} {shape} a step: it makes no column of {taken[0].dtype}"
+            problem = f"{old} is {dtype} {shape} a step: it makes no column of {taken[0].dtype}"
             remedy = "join vectors of floats, or of integers; --map makes one of others"
-            raise InputError("COLUMN", what, f"column {new}", remedy)
+            raise InputError("COLUMN", problem, f"column {new}", remedy)
     return {new: taken}
 
 
@@ -373,8 +375,8 @@ def observation_vectors(
         return {}  # they are chosen one by one
     if not used or (not vectors and len(stored) > 1):
         remedy = f"take one: --columns observations={(*stored, 'NAME')[0]},actions"
-        what = f"observations are no vectors: {some_names(stored)}"
-        raise InputError("COLUMN", what, str(path), remedy)
+        problem = f"observations are no vectors: {some_names(stored)}"
+        raise InputError("COLUMN", problem, str(path), remedy)
     pairs = {"observations": used, "next_observations": [f"next_{name}" for name in used]}
     return {new: " + ".join(of) for new, of in pairs.items() if {*of} <= {*columns}}
 

@@ -217,5 +217,5 @@ def _download(url: str, target: Path) -> None:
     except (OSError, ValueError, GearError) as error:
         if isinstance(error, urllib.error.HTTPError):
             error.close()  # it holds the connection
-        what = f"cannot fetch {url}: {error.__cause__ or error}"
-        raise UnavailableError("SOURCE_READ", what, str(target), remedy) from error
+        problem = f"cannot fetch {url}: {error.__cause__ or error}"
+        raise UnavailableError("SOURCE_READ", problem, str(target), remedy) from error

@@ -90,8 +90,8 @@ def shift_source(source: Source, shift: Mapping[str, int]) -> Source:
 
     kept = np.flatnonzero(lengths > most)
     if not kept.size:
-        what = f"shift leaves nothing: no episode has more than {count_text(most, 'row')}"
-        raise InputError("USAGE", what, remedy="shift by fewer rows, or mend where episodes end")
+        problem = f"shift leaves nothing: no episode has more than {count_text(most, 'row')}"
+        raise InputError("USAGE", problem, remedy="shift by fewer rows, or mend where episodes end")
     pieces = [Piece(read=read, first=int(offsets[n]), steps=int(lengths[n]) - most) for n in kept]
     return source.derived(pieces, chosen=kept, lengths=lengths[kept] - most)
 
@@ -162,19 +162,21 @@ def _call(function: EpisodeFunction, episode: Columns, number: int) -> Columns:
     try:
         columns = function(episode)
     except Exception as error:  # whatever a user's function raises
-        what = f"the function of map raised {type(error).__name__}: {first_line(error)}"
-        raise InputError("USAGE", what, where, f"{remedy}; see --debug") from error
+        problem = f"the function of map raised {type(error).__name__}: {first_line(error)}"
+        raise InputError("USAGE", problem, where, f"{remedy}; see --debug") from error
     if not isinstance(columns, Mapping):
-        what = f"the function of map returned a {type(columns).__name__}"
-        raise InputError("USAGE", what, where, remedy)
+        problem = f"the function of map returned a {type(columns).__name__}"
+        raise InputError("USAGE", problem, where, remedy)
     arrays = {str(name): as_rows(rows, str(name), where) for name, rows in columns.items()}
     for name, rows in arrays.items():
         if rows.shape[:1] != (steps,):
-            what = f"the function of map returned shape {rows.shape} of {count_text(steps, 'step')}"
-            raise misfit(what, f"{where}, column {name}", remedy)
+            problem = (
+                f"the function of map returned shape {rows.shape} of {count_text(steps, 'step')}"
+            )
+            raise misfit(problem, f"{where}, column {name}", remedy)
         if name in FLAGS and not np.array_equal(rows, episode.get(name, ())):
-            what = f"the function of map makes the flag {name}, which was read before it"
-            raise InputError("USAGE", what, where, "--rule, --ends say how episodes end")
+            problem = f"the function of map makes the flag {name}, which was read before it"
+            raise InputError("USAGE", problem, where, "--rule, --ends say how episodes end")
     return arrays
 
 
@@ -198,22 +200,22 @@ def keep_episodes(expression: str, source: Source, numbers: Array) -> BoolArray:
         facts = {name: _fact(source, _SHOWN.get(name, name), numbers) for name in sorted(names)}
         for name, values in facts.items():
             if count := int(np.isnan(values.astype(np.float64)).sum()):
-                what = f"{_SHOWN.get(name, name)} is NaN in {count_text(count, 'episode')}"
-                source.warn(f"{what}: no > or < of where keeps it")
+                problem = f"{_SHOWN.get(name, name)} is NaN in {count_text(count, 'episode')}"
+                source.warn(f"{problem}: no > or < of where keeps it")
         with np.errstate(all="ignore"):
             kept = np.asarray(_value(tree.body, facts), np.bool_)
         if kept.shape != (source.spec.episodes,):
             raise ValueError("it says nothing of episodes")
     except InputError as error:
-        raise InputError(error.code, error.what, error.where or where, error.remedy) from error
+        raise InputError(error.code, error.problem, error.where or where, error.remedy) from error
     except (SyntaxError, ValueError, ArithmeticError, MemoryError, RecursionError) as error:
-        what = error.msg if isinstance(error, SyntaxError) else first_line(error)
-        raise InputError("USAGE", what, where, remedy) from error
+        problem = error.msg if isinstance(error, SyntaxError) else first_line(error)
+        raise InputError("USAGE", problem, where, remedy) from error
     if kept.size and not kept.any():
-        what = f"none of {count_text(kept.size, 'episode')} is kept"
+        problem = f"none of {count_text(kept.size, 'episode')} is kept"
         ends = ((_SHOWN.get(n, n), v.min().item(), v.max().item()) for n, v in facts.items())
         ranges = "; ".join(f"{n} is {_number_text(a)} to {_number_text(b)}" for n, a, b in ends)
-        raise InputError("SELECTION", what, where, ranges)
+        raise InputError("SELECTION", problem, where, ranges)
     return kept
 
 
@@ -275,18 +277,18 @@ def _fact(source: Source, name: str, numbers: Array) -> Array:
         names = [*known, *columns, *(["return"] if "rewards" in columns else [])]
         near = nearest(name, names)
         why = source.info.attributes.get("left_out", {}).get(name)
-        what = f"unknown name {name!r}" + (f", did you mean {near!r}?" if near else "")
-        what = f"{name} is no column: {why}" if why else what
+        problem = f"unknown name {name!r}" + (f", did you mean {near!r}?" if near else "")
+        problem = f"{name} is no column: {why}" if why else problem
         remedy = f"names are {some_names(names)}, of columns those that stay in an episode"
-        raise InputError("USAGE", what, remedy=remedy)
+        raise InputError("USAGE", problem, remedy=remedy)
     dtype = source.spec[name].dtype
     limits = np.iinfo(dtype) if dtype.kind in "iu" else None
     start, end = (limits.max, limits.min) if limits else (np.inf, -np.inf)
     # only of an episode of nothing but NaN: low is infinite, high NaN
     low, high = _fold(source, name, np.fmin, start), _fold(source, name, np.maximum, end)
     if (changing := np.flatnonzero((low != high) & ~(np.isnan(high) & np.isinf(low)))).size:
-        what = f"the column {name} changes in episode {changing[0]}"
-        raise InputError("USAGE", what, remedy="name columns that do not")
+        problem = f"the column {name} changes in episode {changing[0]}"
+        raise InputError("USAGE", problem, remedy="name columns that do not")
     # a short float is the number that its digits say: 0.1, as NumPy compares it
     return high.astype(dtype).astype("U").astype(np.float64) if dtype.kind == "f" else high
 

@@ -68,13 +68,13 @@ def split_episodes(
     last = np.append(last, [rows - 1] * (tail > 0)).astype(np.int64)
     for name, (tells, remedy) in unnamed.items():
         if not np.isin(tells, last).all():
-            what = f"{name} tells of {tells.size:,} episodes, and {rule} of {last.size:,} others"
+            problem = f"{name} tells of {tells.size:,} episodes, and {rule} of {last.size:,} others"
             remedy = remedy or f"give --ends {name}"
-            raise misfit(what, where, f"{remedy}; or keep these by --rule '{rule}'")
+            raise misfit(problem, where, f"{remedy}; or keep these by --rule '{rule}'")
     in_turn = [] if cuts.size else [*doubts(table, flags, last, rows)]
-    for what, remedy, is_certain in in_turn:
+    for problem, remedy, is_certain in in_turn:
         if is_certain and asked is None:
-            raise misfit(what, where, f"{remedy}; or keep these episodes by --rule '{rule}'")
+            raise misfit(problem, where, f"{remedy}; or keep these episodes by --rule '{rule}'")
     lengths = np.diff(last, prepend=np.int64(-1))
     terminated = parsed.terminated(last, lengths, true)
     terminated[-1] &= not tail
@@ -88,11 +88,11 @@ def split_episodes(
             notes += _inside({name: true(name)}, last)
     if asked is None:
         notes += _likely(table, flags, last, rows, where)
-    notes += [f"{what}: {remedy}" for what, remedy, _ in in_turn]
+    notes += [f"{problem}: {remedy}" for problem, remedy, _ in in_turn]
     for name in (part[6:-2] for part in row_marks(table) if part[:6] + part[-2:] == "first:=0"):
         if inside := np.setdiff1d(falls(table[name], rows), last).size:
-            what = f"{name} falls at {count_text(inside, 'step')} inside episodes"
-            notes.append(f"{what}: sort their rows by it")
+            problem = f"{name} falls at {count_text(inside, 'step')} inside episodes"
+            notes.append(f"{problem}: sort their rows by it")
     return asked or rule, lengths, terminated, tail, notes
 
 

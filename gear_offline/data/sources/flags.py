@@ -59,12 +59,12 @@ def flag_values(
     remedy, missing = "give one true or false for each step", np.isnan(rows)
     if rows.shape[1] != 1:
         remedy += PADDED
-        what = f"the flag {name} has {rows.shape[1]} values a step, as of rows side by side"
+        problem = f"the flag {name} has {rows.shape[1]} values a step, as of rows side by side"
     elif missing.any():
-        what = f"the flag {name} is NaN at row {first + int(missing.argmax())}"
+        problem = f"the flag {name} is NaN at row {first + int(missing.argmax())}"
     else:
         values = np.unique(rows)
-        what = f"{name} is no flag: it holds {', '.join(f'{v:g}' for v in values[:5])}"
+        problem = f"{name} is no flag: it holds {', '.join(f'{v:g}' for v in values[:5])}"
         runs = 1 + np.count_nonzero(rows[1:] != rows[:-1])  # of an id each, or of other values
         others = [flag for flag in flags if MEANING[flag] != MEANING.get(name)]
         true = max(
@@ -77,7 +77,7 @@ def flag_values(
             end, cut = values[values != 0]
             remedy = f"--ends 'last:{name}={cut:g}|{name}={end:g}' if {end:g} is a termination and "
             remedy += f"{cut:g} a cut, or the other way round"
-    raise misfit(what, where, remedy)
+    raise misfit(problem, where, remedy)
 
 
 def true_rows(

@@ -139,8 +139,8 @@ def flat_source(
     left_out, edges = facts.get("left_out", {}), tuple[Array, ...]()
     for mark in MARK.finditer(rule or ""):
         if mark[2] in left_out and mark[2] not in table:
-            what = f"{mark[2]} is {left_out[mark[2]]}, and {mark[0]} asks for numbers"
-            raise InputError("COLUMN", what, where, "store it as whole numbers")
+            problem = f"{mark[2]} is {left_out[mark[2]]}, and {mark[0]} asks for numbers"
+            raise InputError("COLUMN", problem, where, "store it as whole numbers")
         if mark[1] == "ids" and mark[2] in table:
             read = Piece.of({mark[2]: table[mark[2]]}).read
             edges = tuple(read(mark[2], row, row + 1) for row in (0, rows - 1))
@@ -189,11 +189,11 @@ def find_columns(
         if not leaves and (remedy or (column in required and not (asked.partial and rows))):
             taken = [new for new, old in names.items() if column in split_names(old)]
             why += [f": it is renamed to {new}" for new in taken]
-            what = f"no dataset {names.get(column, column)!r}{''.join(why)}"
+            problem = f"no dataset {names.get(column, column)!r}{''.join(why)}"
             if stored := [new for new in taken if new in arrays]:
                 remedy = f"the stored name stands first: --rename {stored[0]}={column}"
             near = nearest(names.get(column, column), [*arrays]) if column in names else None
-            what += f", did you mean {near!r}?" if near else ""
+            problem += f", did you mean {near!r}?" if near else ""
             ready = "" if names else suggest_columns(rows, FLAGS)
             remedy = remedy or (
                 f"give --columns {ready}; "
@@ -202,15 +202,15 @@ def find_columns(
                 f"names: --rename NAME={column}; several: name them by "
                 "--columns, docs/how-to/frames.md; other layouts: docs/how-to/convert.md"
             )
-            raise InputError("COLUMN", what, where, remedy)
+            raise InputError("COLUMN", problem, where, remedy)
         chosen += [name for name in leaves if name not in chosen]
     chosen = chosen or [*rows][:1]
     count = rows[chosen[0]]
     for name in chosen:
         if rows[name] != count or not count:
-            what = f"{name} has {count_text(rows[name], 'row')}, {chosen[0]} has {count:,}"
+            problem = f"{name} has {count_text(rows[name], 'row')}, {chosen[0]} has {count:,}"
             remedy = "give rows, as many of each; of T + 1 observations: go.from_episodes in Python"
-            raise misfit(what, where, remedy)
+            raise misfit(problem, where, remedy)
     for name in sorted(rows.keys() - {*chosen}):
         if rows[name] == count:
             chosen.append(name)

@@ -83,15 +83,15 @@ class Hdf5File(Closing):
             if not h5py.is_hdf5(path):
                 way = OTHER_FILES.get(path.suffix.lower(), "").format(str(path))
                 is_other = path.suffix and not path.suffix.lower().startswith(".h")
-                what = f"{path.suffix} files are not read" if is_other else "not an HDF5 file"
+                problem = f"{path.suffix} files are not read" if is_other else "not an HDF5 file"
                 remedy = f"in Python: {way}; " * bool(way) + "docs/how-to/convert.md, Other files: "
                 remedy += "HDF5, npz, parquet, arrow and zarr are read"
-                raise InputError("SOURCE_READ", what, str(path), remedy)
+                raise InputError("SOURCE_READ", problem, str(path), remedy)
             try:
                 self._file = h5py.File(path, "r", locking="best-effort")
             except BlockingIOError as error:  # locked: not damaged, but not complete either
-                what, remedy = "another program has the file open for writing", "close it there"
-                raise InputError("SOURCE_READ", what, where=str(path), remedy=remedy) from error
+                problem, remedy = "another program has the file open for writing", "close it there"
+                raise InputError("SOURCE_READ", problem, where=str(path), remedy=remedy) from error
             try:
                 self.datasets = {dataset.path: dataset for dataset in self._walk()}
             except BaseException:
@@ -334,8 +334,8 @@ class _Storage:
         self.least, self.most = min(self.least, size), max(self.most, size)
 
 
-def _unsafe(what: str, path: Path, name: str, remedy: str = _PLAIN) -> InputError:
-    return InputError("SOURCE_UNSAFE", f"{what} is not accepted", f"{path}: {name}", remedy)
+def _unsafe(problem: str, path: Path, name: str, remedy: str = _PLAIN) -> InputError:
+    return InputError("SOURCE_UNSAFE", f"{problem} is not accepted", f"{path}: {name}", remedy)
 
 
 def _filters(plan: Any, path: Path, name: str) -> tuple[int, ...]:

@@ -133,8 +133,8 @@ def _chosen(file: Hdf5File, key: str, masks: list[str], groups: Mapping[str, Gro
     listed = set(file.texts(f"mask/{key}"))
     missing = listed - set(demos)
     if missing or not listed:
-        what = f"it names {some_names(missing, 3)}" + (", which data lacks" if missing else "")
-        raise misfit(what, f"{file.path}: mask/{key}", "write the filter key again")
+        problem = f"it names {some_names(missing, 3)}" + (", which data lacks" if missing else "")
+        raise misfit(problem, f"{file.path}: mask/{key}", "write the filter key again")
     return [name for demo, name in demos.items() if demo in listed]
 
 

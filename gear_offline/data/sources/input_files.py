@@ -28,8 +28,8 @@ class InputFile:
         """Return the regular file at `path` as it is now."""
         with _open(path) as file:
             if file.read(23) == b"version https://git-lfs":
-                what = "a pointer of Git LFS in place of the file"
-                raise InputError("SOURCE_READ", what, str(path), "get the file: git lfs pull")
+                problem = "a pointer of Git LFS in place of the file"
+                raise InputError("SOURCE_READ", problem, str(path), "get the file: git lfs pull")
             return cls(path, file_identity(file.fileno()))
 
     def open(self) -> FileIO:
@@ -45,8 +45,8 @@ def _open(path: Path) -> FileIO:
     try:
         return os.fdopen(open_regular(path), "rb", buffering=0)
     except OSError as error:
-        what = f"the file cannot be read: {error.strerror or error}"
-        raise InputError("SOURCE_READ", what, str(path), "check path and permissions") from error
+        problem = f"the file cannot be read: {error.strerror or error}"
+        raise InputError("SOURCE_READ", problem, str(path), "check path and permissions") from error
 
 
 def by_number(path: Path | str) -> list[tuple[int, int, str]]:
@@ -73,19 +73,19 @@ def reading_errors(kind: str, where: Path | str) -> Iterator[None]:
         raise
     except Exception as error:
         why = " ".join(str(error).split())[:200] or type(error).__name__
-        what = f"not a readable {kind} file: {why}"
+        problem = f"not a readable {kind} file: {why}"
         remedy = "it is damaged or cut short: get it again"
-        raise InputError("SOURCE_READ", what, str(where), remedy) from error
+        raise InputError("SOURCE_READ", problem, str(where), remedy) from error
 
 
 def changed_error(name: str) -> InputError:
-    what = "the source changed while it was converted"
-    return InputError("SOURCE_CHANGED", what, name, "convert again once nothing writes to it")
+    problem = "the source changed while it was converted"
+    return InputError("SOURCE_CHANGED", problem, name, "convert again once nothing writes to it")
 
 
-def misfit(what: str, where: Path | str = "", remedy: str = APART) -> InputError:
+def misfit(problem: str, where: Path | str = "", remedy: str = APART) -> InputError:
     """Return the error for what is readable and makes no trajectories."""
-    return InputError("SOURCE_LAYOUT", what, str(where), remedy)
+    return InputError("SOURCE_LAYOUT", problem, str(where), remedy)
 
 
 def check_kind(value: object, kind: type, where: str, remedy: str) -> None:

@@ -110,8 +110,8 @@ class _Folder:
             self.dtypes = {n: str(kind["dtype"]) for n, kind in self.features.items()}
             counts = int(self.info["total_frames"]), int(self.info["total_episodes"])
         if self.version not in PATHS:
-            what = f"a dataset of LeRobot's format {self.info['codebase_version']}"
-            raise misfit(what, path, "v2 and v3 are read: convert it with LeRobot")
+            problem = f"a dataset of LeRobot's format {self.info['codebase_version']}"
+            raise misfit(problem, path, "v2 and v3 are read: convert it with LeRobot")
         pattern = self._place("data_path", None)
         paths = sorted(path.glob(pattern), key=lambda file: by_number(file.relative_to(path)))
         files = [file for file in map(ParquetFile, paths) if file.rows]
@@ -165,8 +165,8 @@ class _Folder:
         with reading_errors("info.json", self.path / INFO):
             text = FIELD.sub(filled, glob.escape(template) if values is None else template)
         if Path(text).is_absolute() or ".." in Path(text).parts or "{" in text:
-            what, remedy = f"{of} of {text[:200]!r} is not accepted", "name files of the dataset"
-            raise InputError("SOURCE_UNSAFE", what, str(self.path / INFO), remedy)
+            problem, remedy = f"{of} of {text[:200]!r} is not accepted", "name files of the dataset"
+            raise InputError("SOURCE_UNSAFE", problem, str(self.path / INFO), remedy)
         return text
 
     def codes(self, columns: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -219,8 +219,8 @@ class _Folder:
         for image in self._column(name).read(start, stop):
             stored = image.as_py() or {}
             if not stored.get("bytes"):
-                what = "an image is missing, or a file of its own"
-                raise misfit(what, f"{self.path}: {name}", "embed images in the parquet files")
+                problem = "an image is missing, or a file of its own"
+                raise misfit(problem, f"{self.path}: {name}", "embed images in the parquet files")
             frames.append(image_pixels(stored["bytes"], self.path, self._sizes.get(name)))
             self._sizes.setdefault(name, frames[0].shape[:2])
         return self._frames(name, np.stack(frames))
@@ -243,8 +243,8 @@ class _Folder:
         facts = {**facts, **(facts.get("info") or {}), **(facts.get("video_info") or {})}
         is_depth = facts.get("is_depth_map") or facts.get("video.is_depth_map")
         if is_depth and frames.shape[-1] != 1:
-            what, remedy = "depths that are stored as colours", "store them as grey of 16 bits"
-            raise misfit(what, f"{self.path}: {name}", remedy)
+            problem, remedy = "depths that are stored as colours", "store them as grey of 16 bits"
+            raise misfit(problem, f"{self.path}: {name}", remedy)
         return frames
 
     def _videos(self, name: str) -> list[Place]:

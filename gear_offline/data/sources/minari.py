@@ -48,14 +48,14 @@ Episode = dict[str, Array]
 def find_directory(dataset_id: str) -> Path:
     """Return the directory of a local Minari dataset."""
     if not DATASET_ID.fullmatch(dataset_id):
-        what = f"{dataset_id!r} is no id of Minari's, like mujoco/hopper/medium-v0"
-        raise InputError("SOURCE_READ", what, remedy="look at minari list remote")
+        problem = f"{dataset_id!r} is no id of Minari's, like mujoco/hopper/medium-v0"
+        raise InputError("SOURCE_READ", problem, remedy="look at minari list remote")
     root = os.environ.get("MINARI_DATASETS_PATH")
     base = Path(root).expanduser() if root else Path.home() / ".minari" / "datasets"
     if not (base / dataset_id).is_dir():
-        what = f"Minari dataset {dataset_id} is not on this machine"
+        problem = f"Minari dataset {dataset_id} is not on this machine"
         remedy = f"run: minari download {dataset_id} (or set MINARI_DATASETS_PATH)"
-        raise InputError("SOURCE_READ", what, where=str(base), remedy=remedy)
+        raise InputError("SOURCE_READ", problem, where=str(base), remedy=remedy)
     return base / dataset_id
 
 
@@ -84,8 +84,8 @@ def open_minari(path: Path, asked: Asked) -> Source:
     parts = reader.episodes.items()
     steps, claimed = sum(part[0] for _, part in parts), metadata.get("total_steps")
     if not steps or (claimed is not None and steps != int(claimed)):
-        what = f"the data hold {count_text(steps, 'step')}, metadata.json says {claimed}"
-        raise misfit(what, data, REMEDY)
+        problem = f"the data hold {count_text(steps, 'step')}, metadata.json says {claimed}"
+        raise misfit(problem, data, REMEDY)
     named = [(f"episode {number}", kinds) for number, (_, _, kinds) in parts]
     columns, others = common_columns(named, COLUMNS, where=data, remedy=REMEDY)
     empty = count_text(total - len(parts), "episode")
@@ -170,8 +170,8 @@ class _Reader:
         columns |= {flag: np.asarray(raw[flag]) for flag in ("terminations", "truncations")}
         for name, rows in columns.items():
             if len(rows) != len(rewards):
-                what = f"{count_text(len(rows), 'row')} of {name} for {steps}"
-                raise misfit(what, f"{self._data}: episode {number}", REMEDY)
+                problem = f"{count_text(len(rows), 'row')} of {name} for {steps}"
+                raise misfit(problem, f"{self._data}: episode {number}", REMEDY)
         for name, rows in self._leaves("infos", raw["infos"] or {}).items():
             if len(rows) - len(rewards) in (0, 1):
                 columns[name] = rows[: len(rewards)]
@@ -224,8 +224,8 @@ def _reading(where: Path) -> Iterator[None]:
 def _read_metadata(data: Path) -> dict[str, Any]:
     path = data / METADATA_FILE
     if not path.exists():
-        what = "the dataset has no metadata.json, as those of Minari before 0.5"
-        raise InputError("SOURCE_READ", what, str(data), REMEDY)
+        problem = "the dataset has no metadata.json, as those of Minari before 0.5"
+        raise InputError("SOURCE_READ", problem, str(data), REMEDY)
     with reading_errors("metadata.json", path):
         metadata = json.loads(read_regular(path, most=MAX_METADATA_BYTES))
         # Without spaces minari would make the environment, whose module a stranger may have named.
@@ -271,8 +271,8 @@ def _width(kind: Any) -> int:
 def _check_room(size: int, where: Path) -> None:
     """Refuse an episode that would take all memory, before it is decoded."""
     if size > MAX_EPISODE_BYTES:
-        what, remedy = f"an episode of {size:,} bytes", f"at most {MAX_EPISODE_BYTES:,} are read"
-        raise InputError("SOURCE_UNSAFE", what, str(where), remedy)
+        problem, remedy = f"an episode of {size:,} bytes", f"at most {MAX_EPISODE_BYTES:,} are read"
+        raise InputError("SOURCE_UNSAFE", problem, str(where), remedy)
 
 
 def _environment(metadata: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:

@@ -133,8 +133,8 @@ def open_npz(path: Path, asked: Asked) -> Source:
             if not claimed <= entry.file_size <= most:
                 raise ValueError(f"{entry.filename} holds less than it claims")
     if "valids" in members:
-        what = "a compact dataset of OGBench: two rows are flagged at each end"
-        raise misfit(what, path, "give ogbench's own file, or save with compact_dataset=False")
+        problem = "a compact dataset of OGBench: two rows are flagged at each end"
+        raise misfit(problem, path, "give ogbench's own file, or save with compact_dataset=False")
     here = names_after(members, asked.names)
     # Its terminals are ends of trajectories, not of tasks; `masks` come with its rewards.
     ogbench = {"observations", "actions", "terminals"} <= here and not {*FLAGS} & {*asked.names}

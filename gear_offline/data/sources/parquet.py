@@ -45,8 +45,10 @@ def open_parquet(path: Path, asked: Asked) -> Source:
     files = tuple(map(ArrowFile if form == "arrow" else ParquetFile, paths))
     file, inputs = Shards(files) if files[1:] else files[0], tuple(each.file for each in files)
     if not file.rows or len({*file.schema.names}) < len(file.schema.names):
-        what = "columns of one name" if file.rows else "no rows"
-        raise misfit(what, path, "give a row for each step or episode, columns of different names")
+        problem = "columns of one name" if file.rows else "no rows"
+        raise misfit(
+            problem, path, "give a row for each step or episode, columns of different names"
+        )
     types = {field.name: field.type for field in file.schema}
     lists = [name for name, kind in types.items() if is_list(kind) and is_numeric(kind)]
     observed, acts = (split_names(names.get(name, name)) for name in REQUIRED)
@@ -87,8 +89,8 @@ def open_parquet(path: Path, asked: Asked) -> Source:
             if name in observed and np.array_equal(counts, lengths[first:last] + 1):
                 steps = steps.take(np.delete(np.arange(len(steps)), np.cumsum(counts) - 1))
             elif not np.array_equal(counts, lengths[first:last]):
-                what = f"its lists are not as long as those of {stored[0]}"
-                raise misfit(what, f"{path}: {name}", "give every column one value a step")
+                problem = f"its lists are not as long as those of {stored[0]}"
+                raise misfit(problem, f"{path}: {name}", "give every column one value a step")
             begin = int(bounds[first])
             return step_rows(steps[start - begin : stop - begin], name, path)
 
@@ -156,8 +158,8 @@ class ParquetFile:
         leaves = (n for n in self.widths if n == name or n.startswith(f"{name}."))
         width = max((self.widths[leaf] for leaf in leaves), default=1)
         if width > MAX_ROW_VALUES:
-            what, remedy = f"a row of {width:,} values", "write long episodes as several rows"
-            raise InputError("SOURCE_UNSAFE", what, f"{self.where}: {name}", remedy)
+            problem, remedy = f"a row of {width:,} values", "write long episodes as several rows"
+            raise InputError("SOURCE_UNSAFE", problem, f"{self.where}: {name}", remedy)
         group = int(np.searchsorted(self.firsts[1:-1], row, side="right"))
         first, size = int(self.firsts[group]), max(1, min(BATCH_VALUES // width, BATCH_ROWS))
         numbers = range(group, len(self.firsts) - 1)
@@ -229,9 +231,9 @@ Table = ParquetFile | Shards
 
 
 def _too_much(claimed: int, stored: int, where: Path | str) -> InputError:
-    what = f"{stored:,} bytes unpack to {claimed:,} at once"
+    problem = f"{stored:,} bytes unpack to {claimed:,} at once"
     remedy = "write smaller batches: max_chunksize=10_000 of Arrow, row_group_size of parquet"
-    return InputError("SOURCE_UNSAFE", what, str(where), remedy)
+    return InputError("SOURCE_UNSAFE", problem, str(where), remedy)
 
 
 class Column:

@@ -54,8 +54,8 @@ def video_frames(file: InputFile, times: Float64Array, size: Size = None) -> Arr
         if distances.max() <= TOLERANCE:
             return np.stack(frames)[np.argsort(order, kind="stable")]
     at = int(np.argmax(distances))
-    what = f"no frame at {wanted[at]:.4f} s: the nearest is {distances[at]:.4f} s away"
-    raise misfit(what, file.path, "the video is another's, or cut short: get both again")
+    problem = f"no frame at {wanted[at]:.4f} s: the nearest is {distances[at]:.4f} s away"
+    raise misfit(problem, file.path, "the video is another's, or cut short: get both again")
 
 
 def image_pixels(content: bytes, path: Path, size: Size = None) -> Array:
@@ -71,8 +71,10 @@ def pixels(frame: Any, path: Path, size: Size = None) -> Array:
     that is not of the `size` of those before.
     """
     if size and (frame.height, frame.width) != size:
-        what = f"a frame of {frame.width} x {frame.height} behind others of {size[1]} x {size[0]}"
-        raise misfit(what, path, "give all frames one size")
+        problem = (
+            f"a frame of {frame.width} x {frame.height} behind others of {size[1]} x {size[0]}"
+        )
+        raise misfit(problem, path, "give all frames one size")
     kind = frame.format
     alpha = any(part.is_alpha for part in kind.components)
     eight = all(part.bits == 8 for part in kind.components)
@@ -83,8 +85,8 @@ def pixels(frame: Any, path: Path, size: Size = None) -> Array:
     elif kind.name.startswith(EXACT) and kind.name != "gbrap":
         rows = frame.to_ndarray()
     else:
-        what = f"pixels of the format {kind.name} are not read, as their numbers would change"
-        raise misfit(what, path, "store grey of 8 or 16 bits, RGB or RGBA")
+        problem = f"pixels of the format {kind.name} are not read, as their numbers would change"
+        raise misfit(problem, path, "store grey of 8 or 16 bits, RGB or RGBA")
     return rows if rows.ndim == 3 else rows[..., None]
 
 
@@ -95,6 +97,8 @@ def _opened(file: Any, path: Path) -> Iterator[Any]:
     with reading_errors("video or image", path), av.open(file) as opened:
         stream = opened.streams.video[0]
         if stream.width * stream.height > MAX_PIXELS:
-            what = f"a picture of {stream.width} x {stream.height} pixels"
-            raise InputError("SOURCE_UNSAFE", what, str(path), f"at most {MAX_PIXELS:,} are read")
+            problem = f"a picture of {stream.width} x {stream.height} pixels"
+            raise InputError(
+                "SOURCE_UNSAFE", problem, str(path), f"at most {MAX_PIXELS:,} are read"
+            )
         yield opened

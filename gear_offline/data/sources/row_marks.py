@@ -42,28 +42,28 @@ def row_marks(columns: Collection[str]) -> list[str]:
 def last_rows(mark: re.Match[str], column: Any, rows: int, where: str) -> Int64Array:
     """Return the last row of each episode that a mark tells of."""
     kind, name, value = mark.groups()
-    last, what, remedy = None, f"{name} marks no row", "name another column or value"
+    last, problem, remedy = None, f"{name} marks no row", "name another column or value"
     if kind not in BOUNDS and column.shape[0] != rows:
-        what = f"{name} has {column.shape[0]:,} rows, and {mark[0]} asks for {rows:,}"
-        raise misfit(what, where, f"it may hold starts:{name}, ends:{name} or lengths:{name}")
+        problem = f"{name} has {column.shape[0]:,} rows, and {mark[0]} asks for {rows:,}"
+        raise misfit(problem, where, f"it may hold starts:{name}, ends:{name} or lengths:{name}")
     if column.dtype.kind == "U" and kind != "ids":
-        what = f"{name} is text, and {mark[0]} asks for numbers"
-        raise InputError("COLUMN", what, where, "store it as whole numbers")
+        problem = f"{name} is text, and {mark[0]} asks for numbers"
+        raise InputError("COLUMN", problem, where, "store it as whole numbers")
     if kind in BOUNDS:
         last = _bounds(kind, column, rows)
-        what = f"{name} holds no {kind} of the episodes of {rows:,} rows"
+        problem = f"{name} holds no {kind} of the episodes of {rows:,} rows"
         remedy = f"a value in each row is first:{name} or ids:{name}; of last rows add 1 to each"
     elif kind == "ids":
         first, ids = runs(blocks_of(column))
         if np.unique(ids).size == first.size:
             last = np.append(first[1:], rows) - 1
-        what, remedy = f"{name} has an id again behind another one", MIXED
+        problem, remedy = f"{name} has an id again behind another one", MIXED
     elif (hits := true_rows(column, name, where, value)).size:
         last = hits if kind == "last" else np.append(hits[hits > 0], rows) - 1
     else:
         remedy += f": its first row holds {next(blocks_of(column))[1].flat[0] + 0:g}"
     if last is None:
-        raise misfit(what, where, remedy)
+        raise misfit(problem, where, remedy)
     return last
 
 

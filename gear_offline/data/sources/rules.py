@@ -68,13 +68,13 @@ class Rule(NamedTuple):
             cuts = [f for f in TIME_FLAGS if f in columns][:1] if name == SPLIT else []
             ends += [f for f in (flag, *cuts) if f not in ends]
         if SPLIT in names and not cuts and not limits:
-            what = f"boundary rule {text!r} needs a flag of time limits beside {ends[-1]}"
+            problem = f"boundary rule {text!r} needs a flag of time limits beside {ends[-1]}"
             remedy = f"name it, --rename NAME=timeouts; or --rule '{SPLIT}|steps=N'"
-            raise InputError("COLUMN", what, where, remedy)
+            raise InputError("COLUMN", problem, where, remedy)
         for column in (*ends, *(mark[2] for mark in marks)):
             if column not in columns:
-                what = f"boundary rule {text!r} needs the column {column!r}"
-                raise InputError("COLUMN", what, where, f"columns here: {', '.join(columns)}")
+                problem = f"boundary rule {text!r} needs the column {column!r}"
+                raise InputError("COLUMN", problem, where, f"columns here: {', '.join(columns)}")
         limit = int(limits[0]) if limits else None
         return cls(ends, terminals, cuts, limit, SPLIT in names, marks)
 

@@ -45,8 +45,8 @@ def split_order(
     elif name.isdecimal() and rows % int(name or 0) == 0:
         values = np.arange(rows) % int(name)
     else:
-        what = f"boundary rule {by!r} needs a column {name!r} of one value a row"
-        raise InputError("COLUMN", what, where, f"columns here: {', '.join(columns)}")
+        problem = f"boundary rule {by!r} needs a column {name!r} of one value a row"
+        raise InputError("COLUMN", problem, where, f"columns here: {', '.join(columns)}")
     order = np.argsort(values, kind="stable")
     last = np.append(runs([(0, values[order])])[0][1:], rows) - 1
     return rest, by, order, last

@@ -167,9 +167,11 @@ def _judge(source: Source, asked: Asked) -> None:
     if asked.rule and not any(
         n in (MEANING if is_valued else CONVENTIONS) for n, is_valued, _ in parts
     ):
-        what = f"boundary rule {asked.rule!r} does not apply to a format that stores episodes apart"
+        problem = (
+            f"boundary rule {asked.rule!r} does not apply to a format that stores episodes apart"
+        )
         remedy = "leave it out, or say how they ended: done-and-timeout|steps=N, done-only, "
-        raise misfit(what, asked.uri, f"{remedy}FLAG-as-truncations")
+        raise misfit(problem, asked.uri, f"{remedy}FLAG-as-truncations")
     meanings = [(MEANING.get(new), MEANING.get(old)) for new, old in asked.names.items()]
     renamed = any(new is not None and new != old for new, old in meanings)
     if not (asked.rule or renamed or source.info.format in JUDGED):
@@ -205,17 +207,22 @@ def _open_folder(path: Path, asked: Asked) -> Source:
     others = sorted({*folder.iterdir()} - {*places})
     aside = [p.name for p in others if p.is_dir() and any(files_in(p, kind) for kind in KINDS)]
     if not groups and (keys := [p.name for p in others if p.is_dir() and "=" in p.name]):
-        what = f"a folder of partitions, {some_names(keys, 3)}, whose names are a column"
+        problem = f"a folder of partitions, {some_names(keys, 3)}, whose names are a column"
         remedy = f"pyarrow.dataset.dataset({str(path)!r}, partitioning='hive').to_table()"
         remedy = f"in Python: pyarrow.parquet.write_table({remedy}, 'mine.parquet')"
-        raise InputError("SOURCE_READ", what, str(folder), remedy)
+        raise InputError("SOURCE_READ", problem, str(folder), remedy)
     if not groups:
-        what = f"the directory {str(path)!r} holds no dataset and no data files"
-        raise _unknown(f"{what}; give one of those in it: {some_names(aside)}" if aside else what)
+        problem = f"the directory {str(path)!r} holds no dataset and no data files"
+        raise _unknown(
+            f"{problem}; give one of those in it: {some_names(aside)}" if aside else problem
+        )
     if len(groups) > 1:
         kinds = " and ".join(f"{len(f)} like {f[0].relative_to(folder)}" for f in groups)
-        what, remedy = f"files of several kinds or places: {kinds}", "give each a folder of its own"
-        raise InputError("SOURCE_READ", what, str(folder), remedy)
+        problem, remedy = (
+            f"files of several kinds or places: {kinds}",
+            "give each a folder of its own",
+        )
+        raise InputError("SOURCE_READ", problem, str(folder), remedy)
     held = [file for file in groups[0] if _HELD.search(file.stem)]
     files = [file for file in groups[0] if file not in held] or groups[0]
     tables, notes = _split_tables(files)
@@ -317,5 +324,5 @@ def _check_there(text: str, path: Path) -> None:
     raise InputError("SOURCE_READ", "no such file", text, f"check the path{download}")
 
 
-def _unknown(what: str) -> InputError:
-    return InputError("SOURCE_READ", what, remedy=f"accepted are {ACCEPTED}")
+def _unknown(problem: str) -> InputError:
+    return InputError("SOURCE_READ", problem, remedy=f"accepted are {ACCEPTED}")

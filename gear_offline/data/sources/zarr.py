@@ -101,9 +101,11 @@ def _rows(sizes: Mapping[str, int], group: Any, name: str) -> SimpleNamespace | 
             missing += stored is None
             largest = max(largest, stored or 0)
         if not is_safe or largest > most or size * max(missing, 1) > MAX_BYTES:
-            what = f"an array {array.shape} in {prod(grid):,} chunks {shape}, {missing:,} missing, "
-            what += f"at most {largest:,} bytes stored of one,"
-            raise InputError("SOURCE_UNSAFE", f"{what} is not accepted", array.path, SAFE)
+            problem = (
+                f"an array {array.shape} in {prod(grid):,} chunks {shape}, {missing:,} missing, "
+            )
+            problem += f"at most {largest:,} bytes stored of one,"
+            raise InputError("SOURCE_UNSAFE", f"{problem} is not accepted", array.path, SAFE)
     array = type(array).from_dict(array.store_path, bounded)
     return SimpleNamespace(
         read=lambda *rows: np.asarray(

@@ -100,20 +100,22 @@ def act(
     """
     path = given_path(run, "RUN_NOT_FOUND", where="run")
     if actors < 1 or (episodes is not None and episodes < 1) or not (action_noise or 0.0) >= 0.0:
-        what = f"got actors={actors}, episodes={episodes}, action_noise={action_noise}"
-        raise InputError("USAGE", what, remedy="give at least one actor and episode, no negatives")
+        problem = f"got actors={actors}, episodes={episodes}, action_noise={action_noise}"
+        raise InputError(
+            "USAGE", problem, remedy="give at least one actor and episode, no negatives"
+        )
     _wait_for_checkpoint(path, quiet=quiet)
     recipe = while_removed(lambda: chosen_checkpoint(path)).recipe
     readmit(recipe.trusted)
     typed: str | None = part_name(environment)
     admit([typed] if typed else [])
     if recipe.data.admit_every is None or recipe.data.path is None:
-        what, remedy = "the run's data do not grow", "train it with data.admit_every=1000"
-        raise InputError("USAGE", what, str(path), remedy)
+        problem, remedy = "the run's data do not grow", "train it with data.admit_every=1000"
+        raise InputError("USAGE", problem, str(path), remedy)
     name, targets = typed or recipe.evaluate.environment, recipe.evaluate.targets
     if name is None or (target is None and targets is None):
-        what = "the run names no environment to play in, or no return to ask for"
-        raise InputError("ENVIRONMENT", what, str(path), "give --environment and --target")
+        problem = "the run names no environment to play in, or no return to ask for"
+        raise InputError("ENVIRONMENT", problem, str(path), "give --environment and --target")
     how = typed_options(environment_options)
     if is_same(name, recipe.evaluate.environment):
         known_options = recipe.evaluate.environment_options or {}
@@ -121,8 +123,11 @@ def act(
         say_left_out(how, known_options)
     probe(name, how)
     if (known := known_of(name, how)) is None:
-        what, remedy = "only this process knows the environment", "register it with an entry point"
-        raise InputError("ENVIRONMENT", what, name, remedy)
+        problem, remedy = (
+            "only this process knows the environment",
+            "register it with an entry point",
+        )
+        raise InputError("ENVIRONMENT", problem, name, remedy)
     say_version(name)
     if target is None:
         target = float(max(targets or ()))
@@ -136,11 +141,11 @@ def act(
         for number in range(min(actors, episodes or actors))
     ]
     played: list[tuple[float, int, int, Path]] = []  # return, steps, the policy's step, its piece
-    what, total = f"act for {path.name}", episodes or 0
+    problem, total = f"act for {path.name}", episodes or 0
     try:
         with (
             WorkerPool(actors) as pool,
-            Progress(what, total=total, unit="episodes", quiet=quiet) as progress,
+            Progress(problem, total=total, unit="episodes", quiet=quiet) as progress,
         ):
 
             def add(episode: tuple[float, int, int, Path]) -> None:
@@ -156,11 +161,11 @@ def act(
         return ActReport()
     returns, steps, _, pieces = zip(*played, strict=True)
     if waiting := sum(piece.exists() for piece in pieces):
-        what = f"{waiting:,} of {count_text(len(played), 'episode')} not admitted yet"
+        problem = f"{waiting:,} of {count_text(len(played), 'episode')} not admitted yet"
         when = "the run does so at its next look"
         if list_checkpoints(path / "checkpoints")[-1][0] >= recipe.train.steps:
             when = f"the run has ended; the next one on {recipe.data.path} does so"
-        say(f"{what}: {when}", quiet=quiet)
+        say(f"{problem}: {when}", quiet=quiet)
     mean = float(np.mean(returns))
     return ActReport(episodes=len(played), steps=sum(steps), mean_return=mean, waiting=waiting)
 

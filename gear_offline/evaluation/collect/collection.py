@@ -229,9 +229,9 @@ def collect(
 
 def _check_gate(gate: float | None, reached: float, environment: str) -> None:
     if gate is not None and not reached >= gate:
-        what = f"best maker's mean return is {reached:.1f}, below the gate of {gate:g}"
+        problem = f"best maker's mean return is {reached:.1f}, below the gate of {gate:g}"
         remedy = "give it more train_steps or another seed, or lower the gate"
-        raise GearError("USAGE", f"{what}; no file was written", environment, remedy)
+        raise GearError("USAGE", f"{problem}; no file was written", environment, remedy)
 
 
 class _RecordedEpisode(NamedTuple):

@@ -48,14 +48,14 @@ def quality_parts(policy: str, quality: str | None) -> Mapping[str, float]:
         choices = ", ".join([*NAMED, *(f"{name}:ALGORITHM" for name in LIBRARIES)])
         guess = nearest(policy, NAMED, cutoff=0.6)
         remedy = f"did you mean {guess!r}?" if guess else "write an algorithm like sb3:PPO"
-        what = f"it must be one of {choices}, got {policy!r}"
-        raise InputError("USAGE", what, where="policy", remedy=remedy)
+        problem = f"it must be one of {choices}, got {policy!r}"
+        raise InputError("USAGE", problem, where="policy", remedy=remedy)
     if policy == "ars" and (quality or "expert") in QUALITIES:
         return QUALITIES[quality or "expert"]
     if policy == "ars" or quality is not None:
-        what = f"no quality {quality!r} with policy {policy!r}"
+        problem = f"no quality {quality!r} with policy {policy!r}"
         remedy = f"leave it out, or use policy 'ars' with one of {', '.join(QUALITIES)}"
-        raise InputError("USAGE", what, where="quality", remedy=remedy)
+        raise InputError("USAGE", problem, where="quality", remedy=remedy)
     return {"random" if policy == "random" else "policy": 1.0}
 
 
@@ -116,8 +116,8 @@ def play_policy(environment_id: str, options: Options | None = None) -> EpisodeP
     with make_environment(environment_id, options) as environment:
         make = getattr(environment.raw.unwrapped, "play_policy", None)
         if make is None:
-            what, remedy = "it has no play_policy()", "gear_offline/Maze-v0 has one"
-            raise InputError("MODEL", what, where=environment_id, remedy=remedy)
+            problem, remedy = "it has no play_policy()", "gear_offline/Maze-v0 has one"
+            raise InputError("MODEL", problem, where=environment_id, remedy=remedy)
         policy: EpisodePolicy = guarded(environment_id, "play_policy()", make)
         return policy
 
@@ -133,13 +133,15 @@ def train_with_library(
     every = vars(module).items()
     algorithms = {key: value for key, value in every if key.isupper() and hasattr(value, "learn")}
     if name not in algorithms:
-        what = f"{package} has no algorithm {name!r}"
-        raise InputError("USAGE", what, "policy", f"use one of {', '.join(sorted(algorithms))}")
+        problem = f"{package} has no algorithm {name!r}"
+        raise InputError("USAGE", problem, "policy", f"use one of {', '.join(sorted(algorithms))}")
     alone = torch_alone(f"training {policy}", quiet=False)
     with alone, make_environment(environment_id, options) as environment:
         if not isinstance(environment.raw.observation_space, gymnasium.spaces.Box):
-            what = f"{policy} is trained on observations that are one Box"
-            raise InputError("ENVIRONMENT", what, environment_id, "wrap it in FlattenObservation")
+            problem = f"{policy} is trained on observations that are one Box"
+            raise InputError(
+                "ENVIRONMENT", problem, environment_id, "wrap it in FlattenObservation"
+            )
         where = {"device": "cpu"} if library == "sb3" else {}
         model = algorithms[name]("MlpPolicy", environment.raw, seed=seed, **where)
         guarded(environment_id, f"learning with {policy}", model.learn, steps)

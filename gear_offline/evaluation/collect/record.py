@@ -138,8 +138,8 @@ class Player(Closing):
         self._data, facts = simulator_data(environment), self.facts
         if not np.isfinite([facts.low, facts.high]).all():
             remedy = "give its action_space finite bounds in a wrapper"
-            what = "its actions have no bounds"
-            raise InputError("ENVIRONMENT", what, facts.environment_id, remedy)
+            problem = "its actions have no bounds"
+            raise InputError("ENVIRONMENT", problem, facts.environment_id, remedy)
 
     def play(self, plan: EpisodePlan) -> Episode:
         """Play an episode; global generators that its policy may draw from are seeded, too."""
