@@ -52,11 +52,9 @@ from gear_offline.training.trained import TrainedModel, find_trained
 def settle(recipe: Recipe, device: torch.device, past: Past | None = None) -> Recipe:
     """Return a recipe that leaves no number to the moment at which its run starts or goes on.
 
-    What it leaves open is as it was when the run of its `past` began; that may refuse it.
+    What it leaves open is as it was when the run of its `past` began.
     """
-    if past is not None:
-        recipe = past.fill(recipe)
-        past.check(recipe)
+    recipe = past.fill(recipe) if past else recipe
     train = recipe.train
     changes: dict[str, Any] = {
         "optimizer.warmup_steps": recipe.optimizer.warmup(train.steps),
