@@ -283,7 +283,8 @@ class _Trier:
     def _move(self, batch: Batch, name: str, first: int) -> None:
         """Change a field of a batch in place, from the step `first` on."""
         field = batch.get(name)
-        for values in field.values() if isinstance(field, Mapping) else filter(_is_there, [field]):
+        fields = field.values() if isinstance(field, Mapping) else [field] * (field is not None)
+        for values in fields:
             later = values[:, first:]
             if name in ("timesteps", "attention_mask"):
                 later.zero_()
@@ -299,10 +300,6 @@ class _Trier:
 
     def _remark(self, text: str) -> None:
         self.remarks.append(f"{self.name} {text}")
-
-
-def _is_there(value: object) -> bool:
-    return value is not None
 
 
 def _unlearnt(model: SequenceModel) -> list[Tensor]:
