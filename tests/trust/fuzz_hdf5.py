@@ -167,7 +167,7 @@ def mutate(raw: bytes, generator: random.Random, others: Sequence[bytes]) -> byt
 
 def prepare() -> None:
     """Import what the children will need, so that a fork costs milliseconds."""
-    for module in ("convert", "dataset.inspect", "config.recipe", "sources.uri"):
+    for module in ("data.convert", "data.dataset.inspect", "config.recipe", "data.sources.uri"):
         importlib.import_module(f"gear_offline.{module}")
     import numpy.random  # noqa: F401, of h5py
     import typer.main
