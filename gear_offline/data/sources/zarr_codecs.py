@@ -44,6 +44,7 @@ class BoundedCodec(Codec):  # type: ignore[misc]
     def __init__(self, codec: Any, most: int) -> None:
         if codec.codec_id not in READ:
             raise CodecNotRead(f"stored by the codec {codec.codec_id}, which is not read")
+        _import_reader(codec.codec_id)
         self._codec, self._most = codec, most
 
     def encode(self, buf: Any) -> Any:
@@ -91,11 +92,19 @@ def _bounded_codecs(codecs: Iterable[Any]) -> tuple[Any, ...]:
         elif name in PLAIN:
             bounded.append(codec)
         elif name in SIZES or name in STREAMS:
+            _import_reader(name)
             options = facts.get("configuration", {}) if name == "lzma" else {}
             bounded.append(BoundedBytesCodec(numcodecs.get_codec({"id": name, **options})))
         else:
             raise CodecNotRead(f"stored by the codec {facts['name']}, which is not read")
     return tuple(bounded)
+
+
+def _import_reader(codec_id: str) -> None:
+    """Import pyarrow here for zstd: first imported by a thread of zarr, it may crash there."""
+    if codec_id == "zstd":
+        with package_needed("zarr chunks in zstd are read by pyarrow", "zarr"):
+            import pyarrow  # noqa: F401
 
 
 def unpack(codec: Any, content: Any, most: int) -> Any:
@@ -122,8 +131,8 @@ def unpack(codec: Any, content: Any, most: int) -> Any:
 def _unpack_stream(codec: Any, content: memoryview, most: int) -> bytes:
     """Return the first `most` bytes of a stream; raise `ValueError` if it has no end."""
     if codec.codec_id == "zstd":
-        with package_needed("zarr chunks in zstd are read by pyarrow", "zarr"):
-            import pyarrow
+        import pyarrow
+
         with pyarrow.CompressedInputStream(pyarrow.BufferReader(content), "zstd") as stream:
             return bytes(stream.read(most))
     decoder: Any = bz2.BZ2Decompressor()
