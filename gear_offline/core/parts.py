@@ -280,7 +280,8 @@ def find_part(kind: Kind, name: object) -> Any:
     known = sorted({*kind.own, *(entry.name for entry in kind.installed)})
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     remedy = f"did you mean {near[0]!r}? " if near else ""
-    remedy += f"there are {', '.join(known)}; one of your own: {kind.option}=FILE.py:Name"
+    remedy += f"there are {', '.join(known)}; " if known else ""
+    remedy += f"one of your own: {kind.option}=FILE.py:Name"
     raise InputError(kind.code, f"no {kind.noun} {name!r}", kind.option, remedy)
 
 
