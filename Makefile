@@ -1,5 +1,5 @@
 # Two commands do everything on a fresh machine with Python >= 3.11:
-#   make demo   real simulator data -> shards -> three trained, scored Decision Transformers (5 minutes on two cores)
+#   make demo   real simulator data -> shards -> three trained, scored Decision Transformers (7 to 15 minutes on two cores)
 #   make test   the CPU test suite
 VENV ?= .venv
 export VENV

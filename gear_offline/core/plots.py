@@ -63,7 +63,7 @@ def dress(axes: Axes, *, x: str = "", y: str = "") -> None:
     """Name the axes and remove what carries no information."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREY)
-    axes.tick_params(colors=GREY, labelcolor=INK, labelsize=9, length=3)
+    axes.tick_params(which="both", colors=GREY, labelcolor=INK, labelsize=9, length=3)
     axes.set_xlabel(x, color=INK)
     axes.set_ylabel(y, color=INK)
     axes.grid(axis="y", color=FAINT, linewidth=0.7)
