@@ -17,6 +17,8 @@ observations, rewards = np.zeros((2, 4), np.float32), np.zeros(2)
 
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("example_*.py"):  # of pages that are gone
+        old.unlink()
     for page in WITH_PYTHON:
         parts = page.relative_to(ROOT).with_suffix("").parts
         name = "_".join(["example", *parts]).replace("-", "_")
