@@ -82,7 +82,7 @@ def evaluate(
 
     name: str | None = part_name(environment)
     kind: str | None = part_name(model)
-    admit([part for part in (name, kind) if part])
+    admit([kind] if kind else [])
     how = None if environment_options is None else typed_options(environment_options)
     returns = None if targets is None else asked_returns(targets)
     if isinstance(run, str | os.PathLike):

@@ -55,7 +55,7 @@ def evaluate_run(
             raise InputError("USAGE", problem, "run", remedy)
     else:
         trained = find_trained(run, checkpoint, model=model)
-    admit([name] if name else [])  # the run may name it too, where nobody has typed it
+    admit([name] if name else [])  # behind the names of the run, which may be the same
     tasks = _chosen_tasks(trained, name, how, targets)
     if name is None or is_same(name, trained.recipe.evaluate.environment):
         say_left_out(how, trained.recipe.evaluate.environment_options)
