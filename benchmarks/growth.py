@@ -28,10 +28,10 @@ import numpy as np
 
 import gear_offline as go
 from benchmarks.common import Call, timed
+from gear_offline.artifacts.json_lines import last_record
 from gear_offline.core.parts import admit
 from gear_offline.data.dataset.growing import GrowingDataset
 from gear_offline.data.dataset.scores import dataset_of_file
-from gear_offline.training.json_lines import last_record
 
 TIMES = 10  # larger
 Make = Callable[[Path, int], Call]

@@ -29,11 +29,11 @@ import xxhash
 from gymnasium.utils import seeding
 
 import gear_offline as go
+from gear_offline.artifacts.records import mean_interval
 from gear_offline.core.files import write_file
 from gear_offline.core.system import machine, usable_cores
 from gear_offline.sweep.results import LEAST_SEEDS, TrialResult
 from gear_offline.sweep.trials import parse_options
-from gear_offline.training.records import mean_interval
 
 EPISODES = 50  # of a task, as its paper has it
 PARTS = 50  # of a set, each with a seed of its own, however many cores there are

@@ -16,10 +16,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.ogbench import MODELS, text_of
+from gear_offline.artifacts.records import mean_interval
 from gear_offline.core import plots
 from gear_offline.core.files import write_file
 from gear_offline.sweep.results import LEAST_SEEDS
-from gear_offline.training.records import mean_interval
 
 JOINED = ("seeds", "success", "tasks", "loss", "curve")
 Row = dict[str, Any]

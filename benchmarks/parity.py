@@ -38,6 +38,8 @@ import torch
 from torch import Tensor
 from transformers import DecisionTransformerModel
 
+from gear_offline.artifacts.records import mean_interval
+from gear_offline.artifacts.trained import load_policy
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.core.files import write_file
 from gear_offline.core.system import machine
@@ -53,8 +55,6 @@ from gear_offline.models.policy import Policy
 from gear_offline.runs.loop import train_run
 from gear_offline.sweep.run import run_trials
 from gear_offline.sweep.trials import Trial
-from gear_offline.training.records import mean_interval
-from gear_offline.training.trained import load_policy
 
 RELEASED, OURS = "released", "gear_offline"
 PROBE_SEED, PROBE_WINDOWS = 987654321, 256

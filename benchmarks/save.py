@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import wait
+from gear_offline.artifacts.checkpoint import Keep
 from gear_offline.config.recipe import load_recipe
 from gear_offline.core.progress import Progress
 from gear_offline.distributed.world import World
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
-from gear_offline.training.checkpoint import Keep
 from gear_offline.training.saving import Saver
 
 CONTEXT, STATE_DIM, ACTION_DIM = 20, 11, 3

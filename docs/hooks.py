@@ -182,8 +182,8 @@ OTHERS = {  # what public names return and take
     ),
     "Training": (
         *("config.recipe:Recipe", "models.base:ModelFacts", "models.base:PlayedWindow"),
-        *("training.records:EvaluationReport", "training.records:TaskResult"),
-        *("training.records:TargetResult", "sweep.report:SweepResult", "analysis.blame:Blame"),
+        *("artifacts.records:EvaluationReport", "artifacts.records:TaskResult"),
+        *("artifacts.records:TargetResult", "sweep.report:SweepResult", "analysis.blame:Blame"),
     ),
 }
 

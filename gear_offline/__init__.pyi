@@ -4,6 +4,8 @@ from gear_offline.analysis.audit import audit as audit
 from gear_offline.analysis.blame import blame as blame
 from gear_offline.analysis.spikes import find_spikes as find_spikes
 from gear_offline.analysis.strategies import compare_strategies as compare_strategies
+from gear_offline.artifacts.export import export_policy as export_policy
+from gear_offline.artifacts.trained import load_policy as load_policy
 from gear_offline.batches.sampling import make_sampler as make_sampler
 from gear_offline.config.recipe import load_recipe as load_recipe
 from gear_offline.config.sections import ModelSettings as ModelSettings
@@ -43,8 +45,6 @@ from gear_offline.runs.trackers import sync as sync
 from gear_offline.runs.train import train as train
 from gear_offline.sweep.compare import compare_runs as compare_runs
 from gear_offline.sweep.run import sweep as sweep
-from gear_offline.training.export import export_policy as export_policy
-from gear_offline.training.trained import load_policy as load_policy
 
 __version__: str
 __all__: list[str]

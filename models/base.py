@@ -92,6 +92,17 @@ class ModelFacts(ModelSizes):
     goals: bool = False  # windows have goals, states to reach, in place of returns
 
     @property
+    def sizes(self) -> ModelSizes:
+        """Those of the data, which know neither stacks nor encoders; of one task."""
+        plain = {"stack": 1, "encoder": "none"}
+        return ModelSizes(
+            state_dim=self.state_dim,
+            action_dim=self.action_dim,
+            discrete=self.discrete,
+            columns=tuple(column.model_copy(update=plain) for column in self.columns),
+        )
+
+    @property
     def state_width(self) -> int:
         """Numbers in a state."""
         return sum(prod(column.state_shape) for column in self.columns)

@@ -8,11 +8,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from gear_offline.artifacts.checkpoint import SavedState, write_checkpoint
 from gear_offline.batches.tables.fields import Window
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.distributed.world import World
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
-from gear_offline.training.checkpoint import SavedState, write_checkpoint
 from gear_offline.training.learner import Learner
 
 RECIPE = load_recipe("smoke")

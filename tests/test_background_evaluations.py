@@ -18,6 +18,8 @@ import pytest
 import torch
 
 import gear_offline as go
+from gear_offline.artifacts.checkpoint import list_checkpoints
+from gear_offline.artifacts.json_lines import read_records
 from gear_offline.core.workers import WorkerPool
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
@@ -27,8 +29,6 @@ from gear_offline.runs import evaluations
 from gear_offline.runs.evaluations import EvaluationPlan, RunEvaluations, plan_evaluations
 from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.runs.run import open_run
-from gear_offline.training.checkpoint import list_checkpoints
-from gear_offline.training.json_lines import read_records
 from tests.gpu_support import ON_GPU
 from tests.support import Captured, Patch
 from tests.test_resume import interrupted_in

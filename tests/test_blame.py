@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import gear_offline as go
+from gear_offline.artifacts.checkpoint import list_checkpoints
 from gear_offline.cli.main import main
 from gear_offline.models.base import ModelSizes
 from gear_offline.runs.loop import TrainingInterrupted, train_run
-from gear_offline.training.checkpoint import list_checkpoints
 from gear_offline.training.learner import Learner
 from gear_offline.training.stack import why_not_stacked
 from tests.support import Patch, hopper_columns, one_error

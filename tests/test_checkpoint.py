@@ -12,9 +12,7 @@ import pytest
 import torch
 from transformers import DecisionTransformerModel
 
-from gear_offline.errors import InputError
-from gear_offline.models.decision_transformer import DecisionTransformer, build_model
-from gear_offline.training.checkpoint import (
+from gear_offline.artifacts.checkpoint import (
     Keep,
     checkpoint_name,
     chosen_checkpoint,
@@ -26,7 +24,9 @@ from gear_offline.training.checkpoint import (
     remove_partial,
     seal,
 )
-from gear_offline.training.trained import load_policy
+from gear_offline.artifacts.trained import load_policy
+from gear_offline.errors import InputError
+from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from tests.checkpoint_support import RECIPE, save_checkpoint, saved_state, training_tensors
 from tests.model_support import assert_same_state, load_completely
 from tests.support import failing_code, one_error

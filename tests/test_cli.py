@@ -22,6 +22,7 @@ import pytest
 import typer
 
 import gear_offline.__main__ as command
+from gear_offline.artifacts.checkpoint import seal
 from gear_offline.cli import main as cli
 from gear_offline.cli.values import parse_options
 from gear_offline.config.files import recipe_paths
@@ -30,7 +31,6 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.errors import GearError
 from gear_offline.runs.loop import train_run
 from gear_offline.sweep.results import steps_done
-from gear_offline.training.checkpoint import seal
 from tests.hdf5_files import write
 from tests.support import ROOT, Captured, Patch, run_python
 from tests.training_support import tiny_recipe

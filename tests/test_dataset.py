@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 import gear_offline.data.dataset.dataset
+from gear_offline.artifacts.trained import load_policy
 from gear_offline.data.convert.conversion import convert
 from gear_offline.data.dataset.dataset import Dataset, open_dataset
 from gear_offline.data.dataset.inspect import inspect
@@ -25,7 +26,6 @@ from gear_offline.data.dataset.shard import EPISODE_COLUMNS
 from gear_offline.data.sources import open_source
 from gear_offline.errors import InputError
 from gear_offline.runs.evaluate import evaluate
-from gear_offline.training.trained import load_policy
 from tests.fixtures.make_v1 import fixture_columns, make
 from tests.support import ArraySource, failing_code, hopper_columns, make_dataset
 

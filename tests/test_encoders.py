@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gear_offline.artifacts.json_lines import read_records
+from gear_offline.artifacts.trained import load_policy
 from gear_offline.config.recipe import Recipe
 from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.errors import InputError
@@ -23,9 +25,6 @@ from gear_offline.models.policy import Policy
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.loop import train_run
 from gear_offline.runs.resolve import resolve
-from gear_offline.training.json_lines import read_records
-from gear_offline.training.model import sizes_of
-from gear_offline.training.trained import load_policy
 from tests.image_support import ENVIRONMENT, SIZE, STEP_LIMIT, band_data
 from tests.model_support import assert_same_state, make
 from tests.support import one_error
@@ -218,9 +217,9 @@ def test_policies_refuse_other_frames(dataset: Dataset) -> None:
     for frames in wrong:
         with one_error("MODEL"):
             policy.act(frames)
-    check_sizes(probe(ENVIRONMENT), sizes_of(model), whose="the model")
+    check_sizes(probe(ENVIRONMENT), model.facts.sizes, whose="the model")
     with pytest.raises(InputError, match=r"has 1 frame of 4 and 2 discrete actions"):
-        check_sizes(probe("CartPole-v1"), sizes_of(model), whose="the model")
+        check_sizes(probe("CartPole-v1"), model.facts.sizes, whose="the model")
 
 
 def test_recipes_that_do_not_fit_frames(dataset: Dataset) -> None:

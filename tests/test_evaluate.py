@@ -12,6 +12,10 @@ import gymnasium
 import numpy as np
 import pytest
 
+from gear_offline.artifacts.checkpoint import chosen_checkpoint, find_checkpoint
+from gear_offline.artifacts.export import export_policy
+from gear_offline.artifacts.records import EvaluationReport, read_document, share_interval
+from gear_offline.artifacts.trained import load_policy
 from gear_offline.data.dataset.scores import (
     ReferenceScores,
     dataset_file,
@@ -31,10 +35,6 @@ from gear_offline.evaluation.play import (
 from gear_offline.evaluation.rollout import ActingPolicy
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.report import write_report
-from gear_offline.training.checkpoint import chosen_checkpoint, find_checkpoint
-from gear_offline.training.export import export_policy
-from gear_offline.training.records import EvaluationReport, read_document, share_interval
-from gear_offline.training.trained import load_policy
 from tests.checkpoint_support import write_run
 from tests.evaluation_support import Constant, Counted, Remembering
 from tests.support import Captured, Patch, failing_code, one_error
@@ -259,7 +259,7 @@ def test_a_file_that_was_asked_for_must_be_written_and_one_of_the_run_need_not(
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("gear_offline.training.records.EvaluationReport.write", refuse)
+    monkeypatch.setattr("gear_offline.artifacts.records.EvaluationReport.write", refuse)
     call = lambda: evaluate(run, episodes=1, out=tmp_path / "a.json", quiet=True)  # noqa: E731
     assert failing_code(call) == "OUTPUT_WRITE"
     assert "asked return" in capfd.readouterr().err, "what was played is shown"

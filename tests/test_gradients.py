@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from gear_offline.artifacts.checkpoint import list_checkpoints
 from gear_offline.config.recipe import load_recipe
 from gear_offline.distributed.world import World
 from gear_offline.loaders.batch import Batch
 from gear_offline.models.base import Losses
 from gear_offline.models.decision_transformer import DecisionTransformer, trainable_parameters
 from gear_offline.runs.loop import train_run
-from gear_offline.training.checkpoint import list_checkpoints
 from gear_offline.training.gradients import (
     BLOCKWISE_FROM,
     GradientPass,

@@ -21,11 +21,11 @@ from safetensors.numpy import save
 
 import gear_offline as go
 import gear_offline.data.dataset.dataset
+from gear_offline.artifacts.json_lines import read_records
 from gear_offline.config.recipe import Recipe
 from gear_offline.data.dataset.growing import GrowingDataset
 from gear_offline.errors import GearError, InputError
 from gear_offline.runs.loop import TrainingInterrupted
-from gear_offline.training.json_lines import read_records
 from tests.ranks_support import fork_ranks
 from tests.support import ArraySource, Captured, Patch, hopper_columns, one_error
 from tests.test_resume import interrupted_in

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gear_offline.artifacts.json_lines import AppendedFile, read_records, truncate_records
+from gear_offline.artifacts.records import EvaluationReport
 from gear_offline.runs.run import best_of
-from gear_offline.training.json_lines import AppendedFile, read_records, truncate_records
-from gear_offline.training.records import EvaluationReport
 from tests.support import failing_code, one_error
 
 

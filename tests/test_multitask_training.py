@@ -14,6 +14,9 @@ import torch
 
 from gear_offline.analysis.planning.workload import make_workload
 from gear_offline.analysis.strategies import compare_strategies
+from gear_offline.artifacts.checkpoint import chosen_checkpoint
+from gear_offline.artifacts.json_lines import read_records
+from gear_offline.artifacts.trained import TrainedModel, load_policy, trained_model
 from gear_offline.batches.tables.joint import JointDataset
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.errors import GearError
@@ -22,9 +25,6 @@ from gear_offline.runs.data import prepare_dataset
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.loop import train_run
 from gear_offline.runs.resolve import resolve
-from gear_offline.training.checkpoint import chosen_checkpoint
-from gear_offline.training.json_lines import read_records
-from gear_offline.training.trained import TrainedModel, load_policy, trained_model
 from tests.image_support import image_columns
 from tests.support import Captured, Patch, failing_code, make_dataset, one_error
 from tests.task_support import make_learner, make_parts, tasks_recipe

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import gear_offline as go
+from gear_offline.artifacts.json_lines import read_records
 from gear_offline.cli.main import main
 from gear_offline.config.sections import DecoupledSettings, MLPSettings
 from gear_offline.core import parts
@@ -24,7 +25,6 @@ from gear_offline.models.base import ModelFacts
 from gear_offline.models.encoders import InputColumn
 from gear_offline.models.mlp import MLP
 from gear_offline.runs.loop import TrainingInterrupted
-from gear_offline.training.json_lines import read_records
 from gear_offline.training.learner import Learner
 from tests.own_parts import BESIDE, ENVIRONMENT, NET, STRATEGY
 from tests.support import ROOT, Captured, Patch, make_dataset, one_error

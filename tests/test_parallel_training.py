@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from gear_offline.artifacts.checkpoint import list_checkpoints
 from gear_offline.cli.main import main
 from gear_offline.config.recipe import load_recipe
 from gear_offline.distributed.world import peers
 from gear_offline.errors import InputError
 from gear_offline.runs.loop import train_run
-from gear_offline.training.checkpoint import list_checkpoints
 from gear_offline.training.learner import Learner
 from tests.ranks_support import fork_ranks, launch, ranks_recipe
 from tests.support import ROOT, make_dataset, one_error, write_hdf5

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gear_offline.artifacts.json_lines import read_records
+from gear_offline.artifacts.trained import load_policy
 from gear_offline.config.files import recipe_paths
 from gear_offline.config.recipe import load_recipe
 from gear_offline.core import files
@@ -26,8 +28,6 @@ from gear_offline.errors import InputError
 from gear_offline.runs.data import prepare_dataset, prepare_one
 from gear_offline.runs.loop import train_run
 from gear_offline.runs.resolve import resolve
-from gear_offline.training.json_lines import read_records
-from gear_offline.training.trained import load_policy
 from tests.support import (
     ArraySource,
     Captured,

@@ -16,14 +16,14 @@ import pytest
 import torch
 
 import gear_offline as go
+from gear_offline.artifacts.checkpoint import list_checkpoints, read_checkpoint
+from gear_offline.artifacts.json_lines import read_records
+from gear_offline.artifacts.trained import load_policy
 from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import InputError
 from gear_offline.runs.loop import TrainingInterrupted, train_run
-from gear_offline.training.checkpoint import list_checkpoints, read_checkpoint
-from gear_offline.training.json_lines import read_records
 from gear_offline.training.learner import Learner
 from gear_offline.training.seeding import deterministic
-from gear_offline.training.trained import load_policy
 from tests.model_support import float64, meta
 from tests.ranks_support import ranks_recipe
 from tests.support import make_dataset, one_error
@@ -75,7 +75,7 @@ def interrupted_in(step: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "place", ["training.trained.assemble", "runs.evaluations.evaluate_together"]
+    "place", ["artifacts.trained.assemble", "runs.evaluations.evaluate_together"]
 )
 def test_ctrl_c_ends_an_evaluation_which_the_resumed_run_repeats(
     whole: Path,

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import gear_offline as go
+from gear_offline.artifacts.json_lines import read_records
 from gear_offline.cli.main import main
 from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import GearError
 from gear_offline.runs.loop import TrainingInterrupted
-from gear_offline.training.json_lines import read_records
 from tests.support import Captured, Patch, one_error
 from tests.training_support import learnt, tiny_recipe
 

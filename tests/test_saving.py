@@ -15,12 +15,12 @@ import safetensors.torch
 import torch
 from safetensors.torch import save_file
 
+from gear_offline.artifacts.checkpoint import Keep, list_checkpoints, read_checkpoint
 from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import GearError
 from gear_offline.models.decision_transformer import build_model
 from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.training import saving
-from gear_offline.training.checkpoint import Keep, list_checkpoints, read_checkpoint
 from gear_offline.training.learner import Learner
 from gear_offline.training.saving import Saver
 from tests.checkpoint_support import StandIn

@@ -15,21 +15,21 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from gear_offline.config.recipe import load_recipe
-from gear_offline.distributed.world import World, open_world
-from gear_offline.errors import GearError
-from gear_offline.runs.loop import train_run
-from gear_offline.training.checkpoint import (
+from gear_offline.artifacts.checkpoint import (
     checkpoint_name,
     list_checkpoints,
     newest_checkpoint,
     read_checkpoint,
 )
-from gear_offline.training.json_lines import read_records
+from gear_offline.artifacts.json_lines import read_records
+from gear_offline.artifacts.sharded import read_whole
+from gear_offline.artifacts.trained import load_policy
+from gear_offline.config.recipe import load_recipe
+from gear_offline.distributed.world import World, open_world
+from gear_offline.errors import GearError
+from gear_offline.runs.loop import train_run
 from gear_offline.training.learner import Learner
 from gear_offline.training.parallel import whole
-from gear_offline.training.sharded import read_whole
-from gear_offline.training.trained import load_policy
 from tests.ranks_support import DEEPER, launch, ranks_recipe
 from tests.support import make_dataset, one_error
 from tests.training_support import measured
@@ -217,13 +217,13 @@ def three(world: World, recipe: str, out: Path) -> None:
     few, place = load_recipe(recipe, [*FSDP, "train.steps=2"]), out.with_name("full")
     with pytest.MonkeyPatch.context() as patched:
         if world.rank == 2:
-            patched.setattr("gear_offline.training.sharded.os.access", lambda *_: False)
+            patched.setattr("gear_offline.artifacts.sharded.os.access", lambda *_: False)
         with one_error("OUTPUT_WRITE", "rank 2 does not see it"):
             train_run(few, out=out.with_name("unseen"), quiet=True)
     dist.barrier()
     with pytest.MonkeyPatch.context() as patched:
         if world.rank == 2:
-            patched.setattr("gear_offline.training.sharded.write_tensors", refuse)
+            patched.setattr("gear_offline.artifacts.sharded.write_tensors", refuse)
         with pytest.raises(GearError) as caught:
             train_run(few, out=place, quiet=True)
     assert caught.value.code == ("OUTPUT_WRITE" if world.rank == 2 else "RANK_FAILED")

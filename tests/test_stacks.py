@@ -14,6 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from gear_offline.artifacts.json_lines import read_records
+from gear_offline.artifacts.records import EvaluationReport, read_lines
+from gear_offline.artifacts.trained import find_trained
 from gear_offline.batches.tables import placement
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.progress import Progress
@@ -28,11 +31,8 @@ from gear_offline.sweep.jobs import train_on_gpus
 from gear_offline.sweep.stacks import train_stacks
 from gear_offline.sweep.trials import Trial
 from gear_offline.sweep.work import Work, run_errors
-from gear_offline.training.json_lines import read_records
 from gear_offline.training.learner import Learner
-from gear_offline.training.records import EvaluationReport, read_lines
 from gear_offline.training.stack import Stack
-from gear_offline.training.trained import find_trained
 from tests.gpu_support import INDUCTOR, NEEDS_CUPY, ON_GPU, ON_TWO_GPUS
 from tests.support import Patch, hopper_columns, make_dataset, one_error
 from tests.training_support import learnt, tiny_data, tiny_recipe

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 import gear_offline as go
+from gear_offline.artifacts.json_lines import read_records
 from gear_offline.cli.main import main
 from gear_offline.errors import GearError
 from gear_offline.models.policy import Policy
-from gear_offline.training.json_lines import read_records
 from tests.forks import run_forked
 from tests.support import Captured, Patch
 from tests.training_support import tiny_recipe

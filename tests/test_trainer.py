@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from gear_offline.artifacts.checkpoint import chosen_checkpoint, list_checkpoints, read_checkpoint
+from gear_offline.artifacts.json_lines import read_records
+from gear_offline.artifacts.trained import load_policy, trained_model
 from gear_offline.config.files import recipe_paths
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.loop import train_run
-from gear_offline.training.checkpoint import chosen_checkpoint, list_checkpoints, read_checkpoint
-from gear_offline.training.json_lines import read_records
-from gear_offline.training.trained import load_policy, trained_model
 from tests.image_support import image_columns
 from tests.support import Captured, Patch, hopper_columns, make_dataset, one_error
 from tests.training_support import (

@@ -10,11 +10,11 @@ import gymnasium
 import numpy as np
 import pytest
 
+from gear_offline.artifacts.records import EvaluationReport
 from gear_offline.errors import GearError
 from gear_offline.evaluation import video
 from gear_offline.evaluation.play import EvaluationTask, evaluate_tasks
 from gear_offline.runs.evaluate import evaluate
-from gear_offline.training.records import EvaluationReport
 from tests.checkpoint_support import write_run
 from tests.evaluation_support import Constant, Counted
 from tests.support import failing_code, one_error

@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gear_offline.artifacts.checkpoint import checkpoint_name, list_checkpoints
+from gear_offline.artifacts.json_lines import read_records
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.core.workers import Caller
 from gear_offline.data.convert.conversion import convert
 from gear_offline.data.sources import from_episodes
 from gear_offline.errors import GearError
 from gear_offline.evaluation.play import play_job
-from gear_offline.training.checkpoint import checkpoint_name, list_checkpoints
-from gear_offline.training.json_lines import read_records
 from tests.support import make_dataset
 
 ENVIRONMENT = "GearOfflineTiny-v0"

@@ -18,6 +18,8 @@ import numpy.typing as npt
 import torch
 
 from gear_offline.analysis.spikes import Spike, find_spikes, logged_losses
+from gear_offline.artifacts.checkpoint import list_checkpoints, no_run, read_checkpoint
+from gear_offline.artifacts.trained import trained_model, typed_model
 from gear_offline.batches.sampling import Sampler
 from gear_offline.batches.tables.joint import JointDataset, TableData
 from gear_offline.config.arguments import check_arguments
@@ -31,8 +33,6 @@ from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.base import SequenceModel, total_loss
 from gear_offline.models.loss import segment_losses
 from gear_offline.runs.run import Run, open_run
-from gear_offline.training.checkpoint import list_checkpoints, no_run, read_checkpoint
-from gear_offline.training.trained import trained_model, typed_model
 
 DATA, PART = 0.5, 0.1  # shares of a rise from which on it is due to the data, or in part
 SHOWN, NAMED = 10, 3  # episodes that are printed, and that are printed with their source

@@ -17,9 +17,9 @@ import numpy as np
 from scipy import stats
 
 from gear_offline.analysis.sampling import Candidate, Data
+from gear_offline.artifacts.records import failure_of, read_evaluations
 from gear_offline.core.text import Document, count_text
 from gear_offline.sweep.results import Estimate, TrialResult, at_one_step, by_label, estimate
-from gear_offline.training.records import failure_of, read_evaluations
 
 VERDICTS = ("higher", "lower", "no difference", "too few seeds")
 LEVEL = 0.05  # of significance

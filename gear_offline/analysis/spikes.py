@@ -10,9 +10,9 @@ from itertools import chain, pairwise
 from math import inf
 from statistics import median
 
+from gear_offline.artifacts.json_lines import read_records
 from gear_offline.config.arguments import check_arguments
 from gear_offline.runs.run import Run, open_run
-from gear_offline.training.json_lines import read_records
 
 BEFORE, LEAST = 20, 5  # records before one that it is compared with
 MADS = 6.0  # a spike is so many median absolute deviations above the median of those ...

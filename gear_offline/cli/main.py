@@ -297,7 +297,7 @@ def train(
     trained = go.train(**locals())
     if is_first_process():  # torchrun starts several of us
         show(trained.path)
-        from gear_offline.training.records import failure_of, read_evaluations
+        from gear_offline.artifacts.records import failure_of, read_evaluations
 
         if failure := failure_of(read_evaluations(trained.path)):
             remedy = f"mend that; `gear-offline train {typed(trained.path)} --resume` plays again"
@@ -350,7 +350,7 @@ def act(
 ) -> None:
     """Play while a run trains, and append what is seen to its dataset."""
     asked = options(locals())
-    from gear_offline.training.checkpoint import no_run
+    from gear_offline.artifacts.checkpoint import no_run
 
     if not (run / "recipe.yaml").is_file():  # before torch is loaded
         raise no_run(run)

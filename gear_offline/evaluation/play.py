@@ -18,6 +18,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from gear_offline.artifacts.records import EvaluationReport, TargetResult, TaskResult
+from gear_offline.artifacts.trained import TrainedModel, find_trained
 from gear_offline.batches.tables.fields import STATES
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import PlaySettings
@@ -36,9 +38,6 @@ from gear_offline.evaluation.rollout import ActingPolicy, Environments, play_tog
 from gear_offline.models.base import ModelSizes, ModelTask, SequenceModel
 from gear_offline.models.encoders import InputColumn
 from gear_offline.models.policy import Policy
-from gear_offline.training.model import sizes_of
-from gear_offline.training.records import EvaluationReport, TargetResult, TaskResult
-from gear_offline.training.trained import TrainedModel, find_trained
 
 Reference = str | ReferenceScores | tuple[float, float]
 CPU_ENVIRONMENTS = 20  # more make no product of matrices faster
@@ -277,7 +276,7 @@ class _TaskPlay:
             check_goals(environments.facts, task.targets)
         policy = self.policy_of(task)
         if isinstance(policy, Policy):
-            sizes, names = sizes_of(policy.model), [*policy.columns]
+            sizes, names = policy.model.facts.sizes, [*policy.columns]
             check_sizes(environments.facts, sizes, names, whose="the model", quiet=quiet)
             policy.capture(task.slots)
         # each policy's slots are spread over all, and so over the workers

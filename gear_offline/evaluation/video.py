@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.artifacts.records import EvaluationReport, TargetResult, TaskResult
 from gear_offline.core.files import check_new_file, write_file, writing
 from gear_offline.core.progress import Progress
 from gear_offline.core.text import told_apart
@@ -28,7 +29,6 @@ from gear_offline.evaluation.environments import (
     is_atari,
     make_environment,
 )
-from gear_offline.training.records import EvaluationReport, TargetResult, TaskResult
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -10,16 +10,16 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from gear_offline.config.recipe import Recipe
-from gear_offline.core.files import LOCK, HeldDirectory, unusable, write_file
-from gear_offline.errors import InputError, given_path
-from gear_offline.training.checkpoint import (
+from gear_offline.artifacts.checkpoint import (
     find_checkpoint,
     list_checkpoints,
     remove_checkpoint,
     remove_partial,
 )
-from gear_offline.training.json_lines import FILES, truncate_records
+from gear_offline.artifacts.json_lines import FILES, truncate_records
+from gear_offline.config.recipe import Recipe
+from gear_offline.core.files import LOCK, HeldDirectory, unusable, write_file
+from gear_offline.errors import InputError, given_path
 
 NEGLIGIBLE = {LOCK, ".recipe.yaml.partial"}  # a kill leaves them before the run has begun
 

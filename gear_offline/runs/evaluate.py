@@ -17,8 +17,8 @@ from gear_offline.core.parts import admit, part_name
 from gear_offline.errors import given_path
 
 if TYPE_CHECKING:
+    from gear_offline.artifacts.records import EvaluationReport
     from gear_offline.models.policy import Policy
-    from gear_offline.training.records import EvaluationReport
 
 
 @check_arguments()
@@ -77,8 +77,8 @@ def evaluate(
         Before anything is played: ``RUN_NOT_FOUND``, ``USAGE``, ``ENVIRONMENT``; ``OUTPUT_EXISTS``
         and ``OUTPUT_WRITE`` for `out` and `video`, ``PACKAGE_MISSING`` for `video`.
     """
+    from gear_offline.artifacts.checkpoint import check_trained
     from gear_offline.evaluation.video import check_suffix
-    from gear_offline.training.checkpoint import check_trained
 
     name: str | None = part_name(environment)
     kind: str | None = part_name(model)

@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gear_offline.artifacts.records import EvaluationReport
+from gear_offline.artifacts.trained import TrainedModel, find_trained, live
 from gear_offline.core.files import write_error
 from gear_offline.core.parts import admit, is_same
 from gear_offline.core.progress import Terminal
@@ -26,8 +28,6 @@ from gear_offline.evaluation.play import (
 )
 from gear_offline.evaluation.video import check_video, write_videos
 from gear_offline.models.policy import Policy
-from gear_offline.training.records import EvaluationReport
-from gear_offline.training.trained import TrainedModel, find_trained, live
 
 EPISODES = 10  # where the recipe has 0, which means none while training
 

@@ -23,6 +23,10 @@ from typing import Any
 
 import torch
 
+from gear_offline.artifacts.checkpoint import Keep, list_checkpoints
+from gear_offline.artifacts.json_lines import AppendedFile
+from gear_offline.artifacts.records import EvaluationReport, read_evaluations
+from gear_offline.artifacts.trained import find_trained
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import Closing
 from gear_offline.core.interruption import Aborted, StopRequest
@@ -47,12 +51,8 @@ from gear_offline.evaluation.play import (
 )
 from gear_offline.runs.callbacks import Callbacks
 from gear_offline.runs.run import best_of
-from gear_offline.training.checkpoint import Keep, list_checkpoints
-from gear_offline.training.json_lines import AppendedFile
 from gear_offline.training.learner import Learner
-from gear_offline.training.records import EvaluationReport, read_evaluations
 from gear_offline.training.saving import Saver
-from gear_offline.training.trained import find_trained
 
 POLL_SECONDS = 0.05
 SPARE = 2  # evaluations that may wait while all workers play

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from gear_offline.artifacts.checkpoint import Keep, remove_partial
 from gear_offline.batches.tables.joint import TableData
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import Closing, write_error
@@ -36,7 +37,6 @@ from gear_offline.runs.resume import Past, find_past
 from gear_offline.runs.run import Run
 from gear_offline.runs.trackers import trackings
 from gear_offline.runs.writer import RunWriter
-from gear_offline.training.checkpoint import Keep, remove_partial
 from gear_offline.training.gradients import check_micro_batches
 from gear_offline.training.learner import Learner
 from gear_offline.training.saving import Saver, restore

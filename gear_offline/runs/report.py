@@ -20,18 +20,7 @@ from jinja2 import Environment, FileSystemLoader, Template
 from markupsafe import Markup
 from matplotlib.axes import Axes
 
-from gear_offline.config.files import flat
-from gear_offline.config.recipe import Recipe
-from gear_offline.config.strict_yaml import read_yaml
-from gear_offline.core import plots
-from gear_offline.core.files import write_file
-from gear_offline.core.hub import fetch, is_hub, is_there
-from gear_offline.core.text import count_text, interval_text, markdown, short, told_apart
-from gear_offline.core.types import Float64Array
-from gear_offline.data.dataset.manifest import Manifest, SourceRecord
-from gear_offline.errors import InputError
-from gear_offline.runs.page import write_page
-from gear_offline.training.records import (
+from gear_offline.artifacts.records import (
     DataSummary,
     EvaluationReport,
     Interval,
@@ -45,6 +34,17 @@ from gear_offline.training.records import (
     read_summary,
     score_text,
 )
+from gear_offline.config.files import flat
+from gear_offline.config.recipe import Recipe
+from gear_offline.config.strict_yaml import read_yaml
+from gear_offline.core import plots
+from gear_offline.core.files import write_file
+from gear_offline.core.hub import fetch, is_hub, is_there
+from gear_offline.core.text import count_text, interval_text, markdown, short, told_apart
+from gear_offline.core.types import Float64Array
+from gear_offline.data.dataset.manifest import Manifest, SourceRecord
+from gear_offline.errors import InputError
+from gear_offline.runs.page import write_page
 
 MOST_NAMED = 4  # targets in a title
 CURVE = "plots/learning_curve.png"

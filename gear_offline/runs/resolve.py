@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from gear_offline.artifacts.trained import TrainedModel, find_trained
 from gear_offline.batches.tables.joint import JointDataset, TableData
 from gear_offline.batches.tables.table import discounted_returns
 from gear_offline.config.files import MAKERS
@@ -46,7 +47,6 @@ from gear_offline.runs.fit import (
 from gear_offline.runs.resume import Past
 from gear_offline.training.cost import cpu_threads, is_compiled
 from gear_offline.training.model import data_sizes, resolve_precision
-from gear_offline.training.trained import TrainedModel, find_trained
 
 
 def settle(recipe: Recipe, device: torch.device, past: Past | None = None) -> Recipe:

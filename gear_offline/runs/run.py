@@ -15,15 +15,15 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gear_offline.artifacts.checkpoint import list_checkpoints, no_run
+from gear_offline.artifacts.json_lines import last_record, read_records
+from gear_offline.artifacts.records import EvaluationReport, read_evaluations, score_text
 from gear_offline.config.arguments import check_arguments
 from gear_offline.config.recipe import Recipe, read_recipe
 from gear_offline.core.parts import readmit
 from gear_offline.core.progress import Printed, Terminal, print_table
 from gear_offline.core.text import number_text
 from gear_offline.errors import InputError, given_path
-from gear_offline.training.checkpoint import list_checkpoints, no_run
-from gear_offline.training.json_lines import last_record, read_records
-from gear_offline.training.records import EvaluationReport, read_evaluations, score_text
 
 if TYPE_CHECKING:  # it loads torch
     from gear_offline.models.policy import Policy
@@ -101,7 +101,7 @@ class Run(os.PathLike[str]):
         self, task: str | None = None, *, checkpoint: str | int | None = None, device: str = "auto"
     ) -> Policy:
         """Load its policy; options and errors are those of `gear_offline.load_policy`."""
-        from gear_offline.training.trained import load_policy
+        from gear_offline.artifacts.trained import load_policy
 
         return load_policy(self.path, task, checkpoint=checkpoint, device=device)
 

@@ -19,6 +19,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, Protocol
 
+from gear_offline.artifacts.json_lines import AppendedFile, read_records
+from gear_offline.artifacts.records import EvaluationReport, MetricsRecord
 from gear_offline.config.arguments import check_arguments
 from gear_offline.config.recipe import load_recipe
 from gear_offline.config.sections import TrainSettings
@@ -30,8 +32,6 @@ from gear_offline.runs.callbacks import Callback
 from gear_offline.runs.checks import TRACKERS, check_trackers
 from gear_offline.runs.directory import RunDirectory
 from gear_offline.runs.run import Run, open_run
-from gear_offline.training.json_lines import AppendedFile, read_records
-from gear_offline.training.records import EvaluationReport, MetricsRecord
 
 FILES: dict[str, tuple[str, Any]] = {  # kind of a value: its file, and what is a line of it
     "train": ("metrics.jsonl", MetricsRecord),

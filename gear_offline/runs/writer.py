@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from gear_offline.artifacts.json_lines import AppendedFile
+from gear_offline.artifacts.records import read_summary
 from gear_offline.core.files import Closing, write_file
 from gear_offline.core.progress import Progress
 from gear_offline.core.system import versions
@@ -18,9 +20,7 @@ from gear_offline.core.text import count_text, finite, say
 from gear_offline.runs.callbacks import Callbacks
 from gear_offline.runs.evaluations import RunEvaluations
 from gear_offline.runs.run import best_of
-from gear_offline.training.json_lines import AppendedFile
 from gear_offline.training.learner import Learner
-from gear_offline.training.records import read_summary
 from gear_offline.training.saving import Saver
 
 # of a summary, of the process that did the steps

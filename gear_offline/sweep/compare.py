@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gear_offline.artifacts.json_lines import last_record
 from gear_offline.config.arguments import check_arguments
 from gear_offline.config.files import flat
 from gear_offline.config.recipe import Recipe
@@ -27,7 +28,6 @@ from gear_offline.runs.run import Run, open_run
 from gear_offline.sweep.report import plot_curves
 from gear_offline.sweep.results import SeedTable, TrialResult, make_table, read_result
 from gear_offline.sweep.trials import SweepDirectory, Trial, settings_labels, trial_name
-from gear_offline.training.json_lines import last_record
 
 LONGEST_LABEL = 80  # characters; beyond that a directory's name tells more
 NO_SETTINGS = {"name", "seed", *RESUMABLE} - {"train.steps"}  # none of them changes a step

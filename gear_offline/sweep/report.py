@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from gear_offline.artifacts.records import read_summary
 from gear_offline.core.files import write_file
 from gear_offline.core.progress import Printed, Terminal
 from gear_offline.core.text import LEAST, count_text, short
@@ -24,7 +25,6 @@ from gear_offline.sweep.results import (
     read_result,
 )
 from gear_offline.sweep.trials import SweepDirectory
-from gear_offline.training.records import read_summary
 
 MOST_DOTTED = 40  # steps at which each seed has a dot
 

@@ -14,14 +14,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gear_offline.config.recipe import Recipe
-from gear_offline.core.progress import Terminal, print_table
-from gear_offline.core.text import Document, short, told_apart
-from gear_offline.errors import InputError
-from gear_offline.sweep.trials import Trial
-from gear_offline.training.checkpoint import list_checkpoints
-from gear_offline.training.json_lines import last_record
-from gear_offline.training.records import (
+from gear_offline.artifacts.checkpoint import list_checkpoints
+from gear_offline.artifacts.json_lines import last_record
+from gear_offline.artifacts.records import (
     EvaluationReport,
     MetricsRecord,
     RunSummary,
@@ -31,6 +26,11 @@ from gear_offline.training.records import (
     read_evaluations,
     read_lines,
 )
+from gear_offline.config.recipe import Recipe
+from gear_offline.core.progress import Terminal, print_table
+from gear_offline.core.text import Document, short, told_apart
+from gear_offline.errors import InputError
+from gear_offline.sweep.trials import Trial
 
 INTERVAL = "two-sided 95 % Student t interval of the mean over seeds"
 METRICS = {  # by name, with the heading of a table

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from gear_offline.artifacts.checkpoint import list_checkpoints
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import Closing
 from gear_offline.core.interruption import StopRequest
@@ -34,7 +35,6 @@ from gear_offline.runs.resume import find_past
 from gear_offline.runs.run import Run
 from gear_offline.sweep.trials import Trial
 from gear_offline.sweep.work import Work, run_errors
-from gear_offline.training.checkpoint import list_checkpoints
 from gear_offline.training.stack import stack_key, why_not_stacked
 
 MOST_IN_A_STACK = 16  # by default: more runs need memory and are hardly faster

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from gear_offline.artifacts.records import read_evaluations
 from gear_offline.batches.tables.joint import TableData
 from gear_offline.core.files import write_error
 from gear_offline.core.progress import Progress
@@ -20,7 +21,6 @@ from gear_offline.errors import GearError, is_out_of_memory
 from gear_offline.evaluation.environments import Known
 from gear_offline.sweep.results import is_played, steps_done
 from gear_offline.sweep.trials import Trial
-from gear_offline.training.records import read_evaluations
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gear_offline.artifacts.checkpoint import prefixed, unprefixed
+from gear_offline.artifacts.trained import TrainedModel
 from gear_offline.batches.sampling.items import Items
 from gear_offline.batches.tables.fields import Window
 from gear_offline.batches.tables.joint import TableData
@@ -31,7 +33,6 @@ from gear_offline.loaders.feedback import DeviceFeedback, LossFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.options import loader_options, recipe_sampler
 from gear_offline.models.base import ModelSizes, SequenceModel, calling_model
-from gear_offline.training.checkpoint import prefixed, unprefixed
 from gear_offline.training.cost import Meter, is_compiled
 from gear_offline.training.gradients import GradientPass
 from gear_offline.training.graph import CapturedStep, RunPart, start_compilers, why_not_captured
@@ -39,7 +40,6 @@ from gear_offline.training.model import make_training_model
 from gear_offline.training.optimizer import Optimizer
 from gear_offline.training.parallel import take_over
 from gear_offline.training.seeding import random_states, restore_random, seed_host
-from gear_offline.training.trained import TrainedModel
 from gear_offline.training.window import ReportWindow
 
 MEASURED = ("step", "loss", "gradient_norm", "learning_rate")  # names that losses may have too

@@ -66,17 +66,6 @@ def data_sizes(
     )
 
 
-def sizes_of(model: SequenceModel) -> ModelSizes:
-    """Return the sizes of a model of one task."""
-    facts, plain = model.facts, {"stack": 1, "encoder": "none"}  # the data do not say these
-    return ModelSizes(
-        state_dim=facts.state_dim,
-        action_dim=facts.action_dim,
-        discrete=facts.discrete,
-        columns=tuple(column.model_copy(update=plain) for column in facts.columns),
-    )
-
-
 @dataclass(frozen=True)
 class TrainingModel:
     """A model ready to be trained."""

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gear_offline.errors import NO_SPACE, GearError
-from gear_offline.training.checkpoint import (
+from gear_offline.artifacts.checkpoint import (
     MODEL_PREFIX,
     SHARDED,
     TRAINING_PREFIX,
@@ -40,11 +39,12 @@ from gear_offline.training.checkpoint import (
     unprefixed,
     write_checkpoint,
 )
+from gear_offline.errors import NO_SPACE, GearError
 from gear_offline.training.learner import Learner
 from gear_offline.training.parallel import is_spread
 
 if TYPE_CHECKING:
-    from gear_offline.training.sharded import ShardWriter
+    from gear_offline.artifacts.sharded import ShardWriter
 
 SHARD_PREFIX = "shard/"  # of what each rank writes for itself
 ROOM_SHARE = 0.5  # of the free GPU memory that a copy may take
@@ -68,7 +68,7 @@ class Saver:
         self._full: BaseException | None = None  # why the last checkpoint was given up
         self._shards: ShardWriter | None = None
         if learner.parallel.sharded:
-            from gear_offline.training.sharded import ShardWriter  # 1 s, for torch's readers
+            from gear_offline.artifacts.sharded import ShardWriter  # 1 s, for torch's readers
 
             self._shards = ShardWriter(self._world, folder)
 
@@ -126,7 +126,7 @@ class Saver:
         model, is_whole = unprefixed(tensors, MODEL_PREFIX), False
         try:
             if self._shards is not None:
-                from gear_offline.training.sharded import read_whole
+                from gear_offline.artifacts.sharded import read_whole
 
                 files = self._shards.write(place / SHARDED, unprefixed(tensors, SHARD_PREFIX))
                 state = state.model_copy(update={"files": prefixed(f"{SHARDED}/", files)})
@@ -226,7 +226,7 @@ def restore(learner: Learner, folder: Path, say: Callable[[str], None]) -> float
     tensors = world.send_tensors(world.lead(read))
     try:
         if in_parts:
-            from gear_offline.training.sharded import read_into
+            from gear_offline.artifacts.sharded import read_into
 
             moments = {n: t for n, t in learner.optimizer.state().items() if is_spread(t)}
             held = prefixed(MODEL_PREFIX, learner.model.state_dict())

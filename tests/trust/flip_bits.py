@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from gear_offline.artifacts.checkpoint import read_checkpoint
 from gear_offline.batches.tables.fields import ACTIONS, REWARDS, STATES
 from gear_offline.batches.tables.table import TableOptions, build_table
 from gear_offline.data.dataset.dataset import open_dataset
 from gear_offline.data.dataset.manifest import MANIFEST_NAME, Manifest
 from gear_offline.errors import InputError
 from gear_offline.runs.loop import train_run
-from gear_offline.training.checkpoint import read_checkpoint
 from tests.training_support import tiny_data, tiny_recipe
 from tests.trust.kills import Judged, program
 

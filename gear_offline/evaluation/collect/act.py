@@ -11,6 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from gear_offline.artifacts.checkpoint import (
+    chosen_checkpoint,
+    list_checkpoints,
+    no_run,
+    while_removed,
+)
+from gear_offline.artifacts.trained import find_trained, typed_model
 from gear_offline.config.arguments import check_arguments
 from gear_offline.config.environment_options import typed_options
 from gear_offline.core.parts import admit, is_same, part_name, readmit
@@ -23,13 +30,6 @@ from gear_offline.errors import InputError, given_path
 from gear_offline.evaluation.collect.record import Player, episode_plan
 from gear_offline.evaluation.environments import Known, known_of, probe, say_left_out, say_version
 from gear_offline.models.policy import Policy
-from gear_offline.training.checkpoint import (
-    chosen_checkpoint,
-    list_checkpoints,
-    no_run,
-    while_removed,
-)
-from gear_offline.training.trained import find_trained, typed_model
 
 WAIT_SECONDS = 600.0  # for a run and its first checkpoint
 POLL_SECONDS = 0.5

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gear_offline.artifacts.trained import load_policy
 from gear_offline.core.files import write_file, writing
 from gear_offline.core.torch_state import torch_defaults
 from gear_offline.errors import InputError, package_needed
 from gear_offline.models.base import calling_model, evaluation_mode
 from gear_offline.models.policy import Policy, predict_actions
-from gear_offline.training.trained import load_policy
 
 OPSET = 20
 LARGEST = (2 << 30) - 4096  # bytes of a protobuf message, less what is added

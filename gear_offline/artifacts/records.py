@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer
 
+from gear_offline.artifacts.json_lines import MOST_STEPS, parse_record, whole_lines
 from gear_offline.core.files import read_regular, write_file
 from gear_offline.core.progress import Printed, Terminal, print_table
 from gear_offline.core.text import LEAST, count_text, first_line, interval_text, told_apart
 from gear_offline.core.types import Float64Array
 from gear_offline.data.dataset.scores import ReferenceScores
 from gear_offline.errors import InputError
-from gear_offline.training.json_lines import MOST_STEPS, parse_record, whole_lines
 
 MOST_BYTES = 64 << 20  # of a summary or an evaluation
 BY_REFERENCE, BY_DATA = "reference scores", "returns of its data"

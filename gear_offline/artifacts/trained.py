@@ -10,6 +10,14 @@ from typing import Any
 
 import torch
 
+from gear_offline.artifacts.checkpoint import (
+    Checkpoint,
+    check_trained,
+    chosen_checkpoint,
+    run_damaged,
+    while_removed,
+)
+from gear_offline.artifacts.records import EvaluationReport, read_document, read_evaluations
 from gear_offline.batches.tables.fields import Scales, Window
 from gear_offline.config.arguments import check_arguments
 from gear_offline.config.recipe import Recipe
@@ -31,14 +39,6 @@ from gear_offline.models.policy_folder import (
     is_parts,
     read_policy,
 )
-from gear_offline.training.checkpoint import (
-    Checkpoint,
-    check_trained,
-    chosen_checkpoint,
-    run_damaged,
-    while_removed,
-)
-from gear_offline.training.records import EvaluationReport, read_document, read_evaluations
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Checkpoints: everything a run needs to go on bit for bit, verified when read, never half there.
 
-docs/reference/run-files.md lists the files of one; of a model that is spread over ranks weights and
-moments are in ``sharded/``, a file of each rank (`training.sharded`).  It is written under a hidden
-name, synced and renamed, so a killed run leaves whole checkpoints and a ``.partial-...`` directory
-that the next run removes.  Torch is loaded where tensors are read, not by who asks what is there.
+docs/reference/run-files.md lists the files of one; weights and moments of a model that is spread
+over ranks are in ``sharded/``, a file of each rank (`artifacts.sharded`).  It is written under a
+hidden name, synced and renamed: a killed run leaves whole checkpoints and a ``.partial-...``
+directory that the next run removes.  Torch is loaded where tensors are read.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Checkpoint:
         """Return all else, on the CPU; without `shards` only what is not spread over ranks."""
         tensors = self._load(TRAINING)
         if shards and self.state.shards:
-            from gear_offline.training.sharded import read_whole  # loads torch.distributed: 1 s
+            from gear_offline.artifacts.sharded import read_whole  # loads torch.distributed: 1 s
 
             with _reading(self.path, SHARDED):
                 sharded = read_whole(self.path / SHARDED, TRAINING_PREFIX)

@@ -9,11 +9,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gear_offline.artifacts.checkpoint import check_trained
 from gear_offline.config.arguments import check_arguments
 from gear_offline.core.files import check_new_file, check_replaceable
 from gear_offline.core.parts import admit, part_name
 from gear_offline.errors import InputError, given_path
-from gear_offline.training.checkpoint import check_trained
 
 if TYPE_CHECKING:
     from gear_offline.models.policy import Policy
@@ -92,6 +92,6 @@ def export_policy(
         path = given_path(policy, "RUN_NOT_FOUND", where="run")
         if isinstance(policy, os.PathLike) or path.exists():  # else USER/NAME on the Hub
             check_trained(path, kind=kind)
-    from gear_offline.training.onnx import write_policy  # loads torch
+    from gear_offline.artifacts.onnx import write_policy  # loads torch
 
     return write_policy(policy, target, task, overwrite=overwrite, model=model)
