@@ -43,7 +43,7 @@ def compare(data: Path, steps: int, words: list[str], *, same_weights: bool) -> 
     layers = [layer for layer in learner.model.layers if isinstance(layer, torch.nn.Linear)]
     agent, losses = None, list[tuple[float, float]]()
     for step in range(1, steps + 1):
-        batch = learner.take()
+        batch = learner.begin_step()
         names = {"observations": batch.states, "actions": batch.actions, "actor_goals": batch.goals}
         arrays = {name: tensor[:, 0].numpy() for name, tensor in names.items()}
         if agent is None:
@@ -55,7 +55,7 @@ def compare(data: Path, steps: int, words: list[str], *, same_weights: bool) -> 
         agent, info = agent.update(arrays)
         loss = learner.model.loss(batch)
         loss.backward()  # type: ignore[no-untyped-call]
-        learner.apply(loss.detach())
+        learner.finish_step(loss.detach())
         losses.append((float(loss.detach()), float(info["actor/mse"])))
         if step in PRINTED or step % 1000 == 0:
             own, other = np.mean(losses[-100:], axis=0)

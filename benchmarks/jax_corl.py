@@ -22,6 +22,7 @@ import numpy as np
 from benchmarks.common import Data, alternate, hopper_like, need_cuda
 from benchmarks.train import OURS, paper_learner
 from gear_offline.errors import UnavailableError
+from gear_offline.training.stack import make_step
 
 SEEDS = 8
 COMPILED = "one graph, compiled, bf16"
@@ -34,9 +35,9 @@ def run(*, quick: bool = False) -> dict[str, Any]:
     steps, turns = (200, 3) if quick else (1000, 5)
     rows = []
     with hopper_like(quick=quick) as data:
-        learner = paper_learner(data.dataset, OURS[COMPILED])
-        learner.advance()
-        ours = alternate({COMPILED: learner.advance}, turns=turns, seconds=1.0)[COMPILED]
+        step = make_step([paper_learner(data.dataset, OURS[COMPILED])])
+        step.run()
+        ours = alternate({COMPILED: step.run}, turns=turns, seconds=1.0)[COMPILED]
         rows.append({"name": f"ours, {COMPILED}", "steps_per_second": 1 / ours})
         for name, rate in _rates(peer, _trajectories(peer, data), steps, turns).items():
             rows.append({"name": name, "steps_per_second": rate})

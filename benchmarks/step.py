@@ -31,9 +31,10 @@ from gear_offline.distributed.world import World, open_world, rank_device
 from gear_offline.loaders.batch import Batch
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.training.cost import peak_tflops
-from gear_offline.training.graph import capture
 from gear_offline.training.learner import Learner
 from gear_offline.training.model import data_sizes
+from gear_offline.training.stack import make_step
+from gear_offline.training.step import GraphStep, Step
 
 EIGHT_BITS = ("train.precision=fp8",)
 AUTOCAST = ("train.weights=fp32",)
@@ -123,15 +124,16 @@ def measure(
     began = time.perf_counter()
     recipe = recipe.replace({"model.max_timestep": 1000})
     learner = Learner(recipe, data_sizes(dataset), dataset, device, world=world)
+    step = make_step([learner])
     try:
         for _ in range(3):
-            learner.advance()
+            step.run()
         torch.cuda.synchronize()
         begin_seconds = time.perf_counter() - began
         turns = 3 if quick else 5
-        seconds = _seconds(learner.advance, world, turns=turns)
+        seconds = _seconds(step.run, world, turns=turns)
         memory = int(torch.cuda.max_memory_allocated())
-        with _fixed_batch(learner) as advance:
+        with _fixed_batch(learner, step) as advance:
             fixed = None if advance is None else _seconds(advance, world, turns=turns)
     except torch.OutOfMemoryError:
         free = size_text(torch.cuda.mem_get_info()[1])
@@ -188,7 +190,7 @@ def _seconds(advance: Callable[[], object], world: World, *, turns: int) -> floa
 
 
 @contextmanager
-def _fixed_batch(learner: Learner) -> Iterator[Callable[[], object] | None]:
+def _fixed_batch(learner: Learner, step: Step) -> Iterator[Callable[[], object] | None]:
     """Give the same steps on one batch in place of a stream; None where there is no such way.
 
     A captured step's batch is filled by the graph itself, so that one is captured again without;
@@ -202,23 +204,22 @@ def _fixed_batch(learner: Learner) -> Iterator[Callable[[], object] | None]:
         stream = learner._batches
         learner._batches = iter(lambda: batch, None)
         try:
-            yield learner.advance
+            yield step.run
         finally:
             learner._batches = stream
         return
-    captured = learner._captured
-    assert captured is not None, "steps were done"
-    batches, filled = captured.part.batches, captured.part.batches.begin
+    part = learner.part
+    assert isinstance(step, GraphStep) and part is not None, "steps were done"
+    batches, filled = part.batches, part.batches.begin
     batches.begin = lambda **_: None  # type: ignore[method-assign]
-    captured.graph.reset()
+    part.close()
     gc.collect()
     torch.cuda.empty_cache()  # what the graph before held
     try:
         learner.optimizer.zero_gradients()
-        captured.part.begin_window()
-        captured.graph = capture(captured._run)
-        captured.part.finish_capture()
-        yield captured.replay
+        part.begin_window()
+        step.capture()
+        yield step.replay
     finally:
         batches.begin = filled  # type: ignore[method-assign]
 

@@ -15,7 +15,7 @@ import torch
 from benchmarks.common import hopper_like, need_cuda, timed
 from benchmarks.train import paper_learner
 from gear_offline.data.dataset.dataset import Dataset
-from gear_offline.training.stack import Stack
+from gear_offline.training.stack import make_step
 
 OPTIONS = ("train.graph=on", "train.compile=on", "train.precision=bf16")
 CHUNK = 50  # steps of a run that are launched together
@@ -50,20 +50,20 @@ def _steps_per_second(advance: Advance, seconds: float = 1.0) -> float:
 
 
 def _alone(dataset: Dataset, count: int) -> Advance:
-    learner = paper_learner(dataset, OPTIONS)
+    step = make_step([paper_learner(dataset, OPTIONS)])
 
     def advance(steps: int) -> None:
         for _ in range(steps):
-            learner.advance()
+            step.run()
 
     return advance
 
 
 def _stacked(dataset: Dataset, count: int) -> Advance:
-    stack = Stack([paper_learner(dataset, OPTIONS, seed=seed) for seed in range(count)])
+    stack = make_step([paper_learner(dataset, OPTIONS, seed=seed) for seed in range(count)])
 
     def advance(steps: int) -> None:
         for _ in range(steps):
-            stack.advance()
+            stack.run()
 
     return advance

@@ -24,6 +24,7 @@ from gear_offline.models.decision_transformer import trainable_parameters
 from gear_offline.models.loss import mean_loss, step_losses
 from gear_offline.training.learner import Learner
 from gear_offline.training.model import data_sizes
+from gear_offline.training.stack import make_step
 
 BATCH = 64
 OURS = {
@@ -41,7 +42,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
     rows = []
     with hopper_like(quick=quick) as data:
         makers: dict[str, Callable[[], Call]] = {
-            name: lambda options=options: paper_learner(data.dataset, options).advance  # type: ignore[misc]
+            name: lambda options=options: make_step([paper_learner(data.dataset, options)]).run  # type: ignore[misc]
             for name, options in OURS.items()
         }
         makers["released, our loader"] = lambda: _released(_our_batches(data.dataset))

@@ -8,6 +8,7 @@ import torch
 
 from gear_offline.loaders.batch import Batch
 from tests.segment_oracle import same_bits
+from tests.task_support import advance
 
 NEEDS_GPU = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="run on a machine with a CUDA device"
@@ -51,6 +52,5 @@ def capture(batches: Any) -> torch.cuda.CUDAGraph:
 
 def losses(some: Any, steps: int = STEPS) -> Any:
     """Take steps of a learner; return the losses and norms of its window of metrics, (steps, 2)."""
-    for _ in range(steps):
-        some.advance()
+    advance(some, steps)
     return some.window.rows[: some.window.filled].cpu().numpy().copy()

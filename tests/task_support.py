@@ -13,6 +13,7 @@ from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.runs.data import prepare_dataset
 from gear_offline.runs.resolve import resolve
 from gear_offline.training.learner import Learner
+from gear_offline.training.stack import make_step
 from tests.support import hopper_columns, make_dataset
 
 SIZES = {"hop": (11, 3), "walk": (17, 6), "point": (2, 1)}
@@ -74,6 +75,14 @@ def tasks_recipe(parts: dict[str, Dataset], *overrides: str, **of_task: Any) -> 
     ).to_dict()
     small["data"]["tasks"] = tasks
     return Recipe.parse(small)
+
+
+def advance(learner: Any, steps: int = 1) -> None:
+    """Do steps of a learner, whose first call makes what does them."""
+    if not hasattr(learner, "stepper"):
+        learner.stepper = make_step([learner])
+    for _ in range(steps):
+        learner.stepper.run()
 
 
 def make_learner(recipe: Recipe, device: str = "cpu") -> Learner:

@@ -29,14 +29,14 @@ QUIET = ("evaluate.episodes=0", "train.keep_checkpoints=9")
 def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Any]]:
     """The segments of each step's batch, by step."""
     batches: dict[int, Any] = {}
-    take = Learner.take
+    take = Learner.begin_step
 
     def noting(self: Learner) -> Any:
         batch = take(self)
         batches[self.step] = batch.segments.numpy().copy()
         return batch
 
-    monkeypatch.setattr(Learner, "take", noting)
+    monkeypatch.setattr(Learner, "begin_step", noting)
     yield batches
 
 

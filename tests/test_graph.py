@@ -30,6 +30,7 @@ from gear_offline.training.learner import Learner
 from tests.gpu_support import ON_TWO_GPUS
 from tests.ranks_support import launch
 from tests.support import Captured, Patch, make_dataset, one_error
+from tests.task_support import advance
 
 
 @pytest.mark.parametrize(
@@ -208,8 +209,7 @@ def make(data: Path, world: World, device: torch.device, *options: str) -> Learn
 
 
 def trained(some: Learner, steps: int, world: World) -> Any:
-    for _ in range(steps):
-        some.advance()
+    advance(some, steps)
     window = some.window.rows[: some.window.filled].clone()
     world.sum_into(window)
     return window.cpu().numpy() / world.size

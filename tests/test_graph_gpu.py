@@ -157,8 +157,8 @@ def test_frames_are_trained_on(
 
     captured = of_frames("train.graph=on", *EXACT)
     graph = losses(captured)
-    assert captured._captured is not None
-    assert captured._captured.part.batches.ahead is (placement == "host")
+    assert captured.part is not None
+    assert captured.part.batches.ahead is (placement == "host")
     assert 0 <= captured.report()["data_wait_share"] < 1
     single = losses(of_frames("train.graph=off", *EXACT))
     # Convolutions may round differently, and 60 steps spread that.

@@ -27,7 +27,7 @@ from gear_offline.runs.loop import train_run
 from gear_offline.runs.resolve import resolve
 from tests.image_support import image_columns
 from tests.support import Captured, Patch, failing_code, make_dataset, one_error
-from tests.task_support import make_learner, make_parts, tasks_recipe
+from tests.task_support import advance, make_learner, make_parts, tasks_recipe
 from tests.test_parallel_training import trained
 from tests.training_support import (
     ENVIRONMENT,
@@ -228,8 +228,8 @@ def test_micro_batches_know_their_tasks(tmp_path: Path) -> None:
     recipe = tasks_recipe(make_parts(tmp_path), "model.dropout=0.0", "train.log_every=10")
     whole, parts = make_learner(recipe), make_learner(recipe.replace({"train.accumulate": 3}))
     for _ in range(6):
-        whole.advance()
-        parts.advance()
+        advance(whole)
+        advance(parts)
     torch.testing.assert_close(parts.window.rows[:6], whole.window.rows[:6], rtol=1e-4, atol=1e-6)
 
 
@@ -254,14 +254,14 @@ def test_tasks_of_frames_share_an_encoder(tmp_path: Path) -> None:
         parts, "loader.frame_stack=2", "loader.normalize_states=false", "loader.batch_size=6"
     )
     learner = make_learner(recipe)
-    learner.advance()
+    advance(learner)
     batch = learner.loader.batch_at(0)
     assert batch.states.shape == (6, 4, 2, 36, 36) and batch.states.dtype == torch.uint8
     policy = TrainedModel(learner.model, recipe, learner.loader.window).policy("two")
     policy.reset([0], [1.0])
     assert policy.act(np.zeros((1, 36, 36), np.uint8)).shape == (1,)
     learner.model.train()
-    learner.advance()
+    advance(learner)
     assert torch.isfinite(learner.window.rows[:2]).all()
     with one_error("LOADER_OPTION", r"loader\.normalize_states=false"):
         prepare_dataset(recipe.replace({"loader.normalize_states": True}))

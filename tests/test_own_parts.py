@@ -26,6 +26,7 @@ from gear_offline.models.encoders import InputColumn
 from gear_offline.models.mlp import MLP
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.training.learner import Learner
+from gear_offline.training.step import GraphStep
 from tests.own_parts import BESIDE, ENVIRONMENT, NET, STRATEGY
 from tests.support import ROOT, Captured, Patch, make_dataset, one_error
 from tests.test_docs import blocks
@@ -497,14 +498,14 @@ def test_what_a_model_raises_later_is_told_with_its_line(own: Path, monkeypatch:
         def __exit__(self, *_: object) -> None:
             raise RuntimeError("operation failed due to a previous error during capture")
 
-    def captures(learner: Learner) -> None:
+    def captures(step: GraphStep) -> None:
         with capturing(None, None):
-            learner.working(learner.take())
+            step.learner.working(step.learner.begin_step())
 
     (own / "net.py").write_text(text)
     monkeypatch.setattr(torch.cuda, "graph", Graph)
-    monkeypatch.setattr(Learner, "_advance", captures)
-    monkeypatch.setattr(Learner, "will_capture", True)
+    monkeypatch.setattr(GraphStep, "_capture", captures)
+    monkeypatch.setattr("gear_offline.runs.loop.make_step", lambda learners: GraphStep(*learners))
     with one_error("MODEL", f"capturing a step as a CUDA graph {line}.*use train.graph=off"):
         train("captured", evaluate__episodes=0)
 
@@ -583,7 +584,7 @@ def odd(facts):
 
 def test_what_cannot_be_compiled_is_told_with_what_to_type(own: Path, monkeypatch: Patch) -> None:
     failing = Mock(side_effect=torch._dynamo.exc.InternalTorchDynamoError("no C compiler\nsee"))
-    monkeypatch.setattr(Learner, "_advance", failing)
+    monkeypatch.setattr(Learner, "begin_step", failing)
     for kind in ("net.py:Net", "decision_transformer"):
         changes = {} if kind.endswith("Net") else {"selection.strategy": "uniform_steps"}
         recipe = {**options(), "model.kind": kind, "evaluate.episodes": 0, **changes}

@@ -6,6 +6,7 @@ import signal
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.distributed.world import peers
 from gear_offline.errors import InputError
 from gear_offline.runs.loop import train_run
-from gear_offline.training.learner import Learner
+from gear_offline.training.step import EagerStep
 from tests.ranks_support import fork_ranks, launch, ranks_recipe
 from tests.support import ROOT, make_dataset, one_error, write_hdf5
 from tests.test_docs import blocks
@@ -135,15 +136,16 @@ def test_a_slow_copy_is_moved_once_an_update(parallel: str, tmp_path: Path) -> N
 
 def kill_once(rank: int, step: int) -> None:
     """Make this process end itself when it has done `step`, if no other one did before."""
-    advance, mark = Learner.advance, Path(os.environ["FOLDER"]) / "killed"
+    advance, mark = EagerStep.run, Path(os.environ["FOLDER"]) / "killed"
 
-    def dangerous(self: Learner) -> None:
-        advance(self)
-        if self.step == step and self.world.rank == rank and not mark.exists():
+    def dangerous(self: EagerStep) -> Any:
+        failures = advance(self)
+        if self.learner.step == step and self.learner.world.rank == rank and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        return failures
 
-    Learner.advance = dangerous  # type: ignore[method-assign]
+    EagerStep.run = dangerous  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":  # a rank, which once is killed if KILL says "RANK STEP"

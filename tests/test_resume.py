@@ -22,8 +22,8 @@ from gear_offline.artifacts.trained import load_policy
 from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import InputError
 from gear_offline.runs.loop import TrainingInterrupted, train_run
-from gear_offline.training.learner import Learner
 from gear_offline.training.seeding import deterministic
+from gear_offline.training.step import EagerStep
 from tests.model_support import float64, meta
 from tests.ranks_support import ranks_recipe
 from tests.support import make_dataset, one_error
@@ -62,15 +62,15 @@ def stopped(step: int, data: Path, folder: Path, *overrides: str) -> Path:
 @contextmanager
 def interrupted_in(step: int) -> Iterator[None]:
     """Send this process a signal in the middle of the optimiser step `step`."""
-    advance = Learner.advance
+    advance = EagerStep.run
 
-    def interrupted(self: Learner) -> None:
-        if self.step + 1 == step:
+    def interrupted(self: EagerStep) -> Any:
+        if self.learner.step + 1 == step:
             os.kill(os.getpid(), signal.SIGINT)
-        advance(self)
+        return advance(self)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Learner, "advance", interrupted)
+        patched.setattr(EagerStep, "run", interrupted)
         yield
 
 

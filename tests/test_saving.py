@@ -21,8 +21,8 @@ from gear_offline.errors import GearError
 from gear_offline.models.decision_transformer import build_model
 from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.training import saving
-from gear_offline.training.learner import Learner
 from gear_offline.training.saving import Saver
+from gear_offline.training.step import EagerStep
 from tests.checkpoint_support import StandIn
 from tests.gpu_support import NEEDS_GPU, ON_GPU
 from tests.support import failing_code, make_dataset, one_error
@@ -249,15 +249,16 @@ def test_deterministic_runs_end_in_the_same_bits(
 def test_nothing_of_the_gpu_is_kept_by_saves(long_data: Path, tmp_path: Path) -> None:
     """Copies in GPU memory go back when they are written."""
     free = []
-    advance = Learner.advance
+    advance = EagerStep.run
 
-    def watched(self: Learner) -> None:
-        advance(self)
-        if self.step in (14, 38):
+    def watched(self: EagerStep) -> Any:
+        failures = advance(self)
+        if self.learner.step in (14, 38):
             torch.cuda.synchronize()
             free.append(torch.cuda.memory_allocated())
+        return failures
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Learner, "advance", watched)
+        patched.setattr(EagerStep, "run", watched)
         train_run(recipe(long_data, "train.graph=off"), out=tmp_path / "run", quiet=True)
     assert free[0] == pytest.approx(free[1], abs=1 << 20)

@@ -30,6 +30,7 @@ from gear_offline.errors import GearError
 from gear_offline.runs.loop import train_run
 from gear_offline.training.learner import Learner
 from gear_offline.training.parallel import whole
+from gear_offline.training.step import EagerStep
 from tests.ranks_support import DEEPER, launch, ranks_recipe
 from tests.support import make_dataset, one_error
 from tests.training_support import measured
@@ -146,7 +147,7 @@ def train(recipe: str, out: Path, *options: str) -> None:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Learner, "close", remember)
-        patched.setattr(Learner, "advance", counted("step", Learner.advance))
+        patched.setattr(EagerStep, "run", counted("step", EagerStep.run))
         patched.setattr(dist, GATHER, counted("gather", getattr(dist, GATHER)))
         train_run(load_recipe(recipe, [*FSDP, *options]), out=out, resume=True)
     (learner,) = made

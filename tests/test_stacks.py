@@ -33,6 +33,7 @@ from gear_offline.sweep.trials import Trial
 from gear_offline.sweep.work import Work, run_errors
 from gear_offline.training.learner import Learner
 from gear_offline.training.stack import Stack
+from gear_offline.training.step import EagerStep, GraphStep
 from tests.gpu_support import INDUCTOR, NEEDS_CUPY, ON_GPU, ON_TWO_GPUS
 from tests.support import Patch, hopper_columns, make_dataset, one_error
 from tests.training_support import learnt, tiny_data, tiny_recipe
@@ -134,19 +135,20 @@ def assert_alike(run: Path, alone: Path, tolerance: float = 1e-4) -> None:
 
 def before_steps(patch: Patch, look: Callable[[Learner], object]) -> None:
     """Call `look` with each learner before each of its steps, alone or in a stack."""
-    alone, together = Learner.advance, Stack.advance
 
-    def advance_one(self: Learner) -> None:
-        look(self)
-        alone(self)
+    def watch(kind: Any, learners: Callable[[Any], Sequence[Learner]]) -> None:
+        run = kind.run
 
-    def advance_all(self: Stack) -> Any:
-        for learner in self.learners:
-            look(learner)
-        return together(self)
+        def look_and_run(step: Any) -> Any:
+            for learner in learners(step):
+                look(learner)
+            return run(step)
 
-    patch.setattr(Learner, "advance", advance_one)
-    patch.setattr(Stack, "advance", advance_all)
+        patch.setattr(kind, "run", look_and_run)
+
+    watch(EagerStep, lambda step: [step.learner])
+    watch(GraphStep, lambda step: [step.learner])
+    watch(Stack, lambda step: step.learners)
 
 
 def poison(patch: Patch, *, seed: int, rate: float, step: int) -> None:
@@ -386,20 +388,20 @@ def test_an_error_of_a_stack_ends_its_runs_and_no_others(
     wide = [
         trial_of(f"w{n}", t.recipe.replace({"model.hidden_size": 32})) for n, t in enumerate(trials)
     ]
-    advance = Stack.advance
+    advance = Stack.run
 
     def broken(self: Stack) -> Any:
         if self.learners[0].recipe.model.hidden_size == 32 and self.learners[0].step == 8:
             raise NO_MEMORY
         return advance(self)
 
-    monkeypatch.setattr(Stack, "advance", broken)
+    monkeypatch.setattr(Stack, "run", broken)
     errors = train_together([*trials, *wide], tmp_path, parallel=8)
     assert [errors[trial.name] for trial in trials] == [None] * 4
     assert [errors[trial.name] for trial in wide] == ["MEMORY"] * 4
 
 
-@pytest.mark.parametrize("method", ["__init__", "advance"])
+@pytest.mark.parametrize("method", ["__init__", "run"])
 def test_nothing_goes_on_after_the_gpu_is_lost_and_a_later_call_does(
     data: Path, tmp_path: Path, monkeypatch: Patch, method: str
 ) -> None:

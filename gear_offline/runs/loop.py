@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,8 @@ from gear_offline.training.gradients import check_micro_batches
 from gear_offline.training.learner import Learner
 from gear_offline.training.saving import Saver, restore
 from gear_offline.training.seeding import deterministic, own_random
-from gear_offline.training.stack import Stack
+from gear_offline.training.stack import make_step
+from gear_offline.training.step import Step
 
 PAUSE_SECONDS = 0.01  # of a run that waits for its evaluations
 STOP_EVERY = 10  # steps between two questions to all ranks whether to stop
@@ -324,13 +325,13 @@ class RunGroup:
 
     def __init__(self, runs: Sequence[LiveRun] = ()) -> None:
         self.runs = list(runs)
-        self.stack: Stack | None = None
+        self.step: Step | None = None
 
     def train(self) -> Iterator[bool]:
         """Train the runs to their ends: yield True after each step, False while they wait."""
-        if len(self.runs) > 1 and not all(run.is_complete for run in self.runs):
+        if not all(run.is_complete for run in self.runs):
             with self.ending(*self.runs):
-                self.stack = Stack([run.learner for run in self.runs])
+                self.step = make_step([run.learner for run in self.runs])
         yield from self.catch_up()  # killed runs may have left something to do
         while not all(run.is_complete or run.is_stopped for run in self.runs):
             self.advance()
@@ -340,14 +341,12 @@ class RunGroup:
 
     def advance(self) -> None:
         """Do the next step of all runs."""
-        failures = dict[Learner, GearError]()
+        failures: Mapping[Learner, GearError] = {}
         with self.ending(*self.runs):
             for run in self.runs:
                 run.admit()
-            if self.stack is None:
-                self.runs[0].learner.advance()
-            else:
-                failures = self.stack.advance()
+            assert self.step is not None, "made for runs with steps to do"
+            failures = self.step.run()
         for run in list(self.runs):
             with self.ending(run):
                 if run.learner in failures:

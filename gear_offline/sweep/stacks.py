@@ -162,8 +162,8 @@ class _OpenStack(RunGroup, Closing):
     def catch_up(self) -> Iterator[bool]:
         if not any(run.due() for run in self.runs):
             return
-        if self.stack is not None:
-            self.stack.wait()
+        if self.step is not None:
+            self.step.wait()
         yield from self.each(self._stop_run if self._stop.signal_name else LiveRun.catch_up)
         if self._stop.signal_name is not None:  # it may have come between: all stop at one step
             yield from self.each(self._stop_run)
@@ -189,8 +189,8 @@ class _OpenStack(RunGroup, Closing):
 
     def _end(self, run: LiveRun, error: GearError | None = None) -> None:
         """Remove a run; its slot in the stack is computed and not used."""
-        if self.stack is not None:
-            self.stack.leave(run.learner)
+        if self.step is not None:
+            self.step.leave(run.learner)
         trial = self._close(run)
         if not isinstance(error, TrainingInterrupted):
             self._work.end(trial, error)

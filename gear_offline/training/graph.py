@@ -23,10 +23,8 @@ from gear_offline.errors import UnavailableError
 from gear_offline.kernels.adamw import Update
 from gear_offline.kernels.cuda_module import capturing
 from gear_offline.loaders.batch import Batch
-from gear_offline.loaders.feedback import DeviceFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.static_batch import StaticBatch
-from gear_offline.training.gradients import GradientPass
 from gear_offline.training.optimizer import Optimizer
 from gear_offline.training.window import ReportWindow
 
@@ -125,6 +123,7 @@ class RunPart:
         self._index = torch.full((1,), step, dtype=torch.int64, device=device)
         self._batch = batch
         self.fill_seconds = _time_fill(batches, batch) if fill_seconds is None else fill_seconds
+        self.graph: Any = None  # of the whole step, once it is captured
 
     def update(self, loss: Tensor) -> Update:
         """Return the update, which clips, steps the optimiser, notes loss and norm, and counts."""
@@ -137,8 +136,9 @@ class RunPart:
         self._adamw.enqueue(loss, index=self._index, row=self._row, window=self._window)
         self.optimizer.update_steady()
 
-    def finish_capture(self) -> None:
+    def finish_capture(self, graph: Any) -> None:
         """Make a captured update ready for replays, whose first batch is the next one again."""
+        self.graph = graph
         self._adamw.send_addresses()
         self.batches.set_step(self._batch)
 
@@ -153,73 +153,11 @@ class RunPart:
         """Write the next step's loss and norm to row 0 again."""
         self._row.zero_()
 
-
-class CapturedStep:
-    """One optimiser step, captured once and replayed.
-
-    Building it runs some passes; random numbers and the batches' position are put back afterwards,
-    so that nothing of them stays.  All ranks of `world` build theirs and replay it together;
-    `gradients` are those of this rank alone, with `feedback`.
-    """
-
-    def __init__(
-        self,
-        part: RunPart,
-        gradients: GradientPass,
-        feedback: DeviceFeedback | None,
-        world: World,
-        *,
-        after_step: Callable[[], None],
-    ) -> None:
-        self.part, self._gradients, self._after_step = part, gradients, after_step
-        self._ranks: RankGradients | None = None
-        self._size = world.size
-        if world.size > 1:
-            divisor = float(part.batches.batch.attention_mask.numel())
-            self._ranks = RankGradients(part.optimizer.working, world=world, divisor=divisor)
-        buffers = [(buffer, buffer.clone()) for buffer in gradients.buffers]
-        with contextlib.nullcontext() if feedback is None else feedback.pause_updates():
-            warm_up(self._rehearse, part.batches.batch.device)
-        for buffer, before in buffers:
-            buffer.copy_(before)
-        part.optimizer.zero_gradients()
-        if self._ranks is not None:
-            torch.cuda.synchronize()
-            world.gather(None)  # nobody captures while others still connect
-        self.graph = capture(self._run)
-        part.finish_capture()
-
-    def replay(self) -> None:
-        """Do the next step; returns at once."""
-        self.part.batches.prepare()
-        self.graph.replay()
-
     def close(self) -> None:
         """Give the graph back: NCCL waits for those that hold its collectives when it is closed."""
-        torch.cuda.synchronize()
-        self.graph.reset()
-
-    def _run(self) -> None:
-        self.part.batches.begin(timed=True)
-        self.part.finish(self._pass(), self._gradients.parts)
-        with torch.no_grad():
-            self._after_step()
-        self.part.batches.end(timed=True)
-
-    def _rehearse(self) -> None:
-        self.part.optimizer.zero_gradients()
-        self.part.batches.begin(timed=True)
-        self._pass()
-        self.part.batches.end(timed=True)
-
-    def _pass(self) -> Tensor:
-        batch = self.part.batches.batch
-        if self._ranks is None:
-            return self._gradients(batch)
-        loss = self._ranks.exchange(self._gradients, batch)
-        if self._gradients.parts is not None:
-            self._gradients.parts = self._gradients.parts * self._size
-        return loss
+        if self.graph is not None:
+            torch.cuda.synchronize()
+            self.graph.reset()
 
 
 def warm_up(run: Callable[[], None], device: torch.device) -> None:

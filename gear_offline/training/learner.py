@@ -1,4 +1,4 @@
-"""The learner: model, optimiser, batches and random numbers, one step at a time.
+"""The learner: model, optimiser, batches and random numbers; `gear_offline.training.step` steps.
 
 Everything a step depends on is in `Learner.tensors`, the model's parameters and the loader's
 state, so that a learner that takes them over goes on bit for bit.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -29,17 +29,15 @@ from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, InputError
 from gear_offline.kernels.gather import Windows
 from gear_offline.loaders.batch import Batch
-from gear_offline.loaders.feedback import DeviceFeedback, LossFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.options import loader_options, recipe_sampler
-from gear_offline.models.base import ModelSizes, SequenceModel, calling_model
+from gear_offline.models.base import ModelSizes, SequenceModel
 from gear_offline.training.cost import Meter, is_compiled
-from gear_offline.training.gradients import GradientPass
-from gear_offline.training.graph import CapturedStep, RunPart, start_compilers, why_not_captured
+from gear_offline.training.graph import RunPart, start_compilers, why_not_captured
 from gear_offline.training.model import make_training_model
 from gear_offline.training.optimizer import Optimizer
 from gear_offline.training.parallel import take_over
-from gear_offline.training.seeding import random_states, restore_random, seed_host
+from gear_offline.training.seeding import random_states, restore_random
 from gear_offline.training.window import ReportWindow
 
 MEASURED = ("step", "loss", "gradient_norm", "learning_rate")  # names that losses may have too
@@ -55,7 +53,7 @@ class Learner:
     so does dropout afterwards.
 
     `recipe` is resolved (`gear_offline.runs.resolve`).  Each rank of `world` has a learner; they
-    call `advance`, `report` and `tensors` together.  `growing` is where a `dataset` comes from that
+    step and call `report` and `tensors` together.  `growing` is where a `dataset` comes from that
     grows, `start` the model that ``train.init`` names.
     """
 
@@ -114,8 +112,7 @@ class Learner:
             working=None if self.working.model is self.model else self.working.model,
             steady=self.model.steady,
         )
-        self._part: RunPart | None = None  # of a captured step, made by the first one or `join`
-        self._captured: CapturedStep | None = None  # unless others launch it
+        self.part: RunPart | None = None  # of a captured step, made by `join`
         if world.rank:  # each rank but the first one draws dropout from a stream of its own
             torch.manual_seed((recipe.seed + world.rank * SEED_STRIDE) % (1 << 63))
         segments, half = self.loader.rank_batch, built.half
@@ -143,21 +140,6 @@ class Learner:
         )
         del table  # the loader has got it
         return loader
-
-    @cached_property
-    def _gradients(self) -> GradientPass:
-        """The pass of steps that are launched one by one, made by the first."""
-        learns, train = self.loader.loss_sampler is not None, self.recipe.train
-        return GradientPass(
-            self.working,
-            self.world,
-            parallel=self.parallel,
-            compiled=is_compiled(train) and self.device.type == "cuda",
-            feedback=LossFeedback(self.loader) if learns else None,
-            accumulate=train.accumulate,
-            precision=self.precision,
-            fixed_buckets=train.deterministic,
-        )
 
     def admit(self, is_stopped: Callable[[], bool] = lambda: False) -> bool:
         """Admit, before the next step, what actors have appended; all ranks together.
@@ -199,15 +181,13 @@ class Learner:
         sampler = self.loader.loss_sampler
         if sampler is not None and before.loss_sampler is not None:
             sampler.take_over(before.loss_sampler)
-            if not self.is_captured:
-                self._gradients.feedback = LossFeedback(self.loader)
         if self.is_captured and self.loader.engine is None:
             problem = "the data have grown beyond what the GPU gathers, which captured steps need"
             raise GearError("MEMORY", problem, self.recipe.name, "train it with train.graph=off")
-        is_kept = self._part is not None and self.loader.hand_over(self._part.batches)
+        is_kept = self.part is not None and self.loader.hand_over(self.part.batches)
         if not all(self.world.gather(is_kept)):
             self.release()
-            self._part = self._captured = None  # a step is captured anew
+            self.part = None  # a step is captured anew
         before.close()
         self._batches = iter(self.loader)
 
@@ -221,53 +201,17 @@ class Learner:
         engine = self.loader.engine
         return f", one CUDA graph a step, {engine.reason if engine else ''}"
 
-    def advance(self) -> None:
-        """Do one optimiser step.
-
-        A loss that is not finite is `GearError` (``LOSS_NONFINITE``).  The CPU raises it before it
-        touches the weights.  A GPU is not waited for at each step: the next `report` or `check`
-        raises it.  A collective that fails, whoever calls it, is ``RANK_LOST``.
-        """
-        what, remedy = f"step {self.step + 1:,} of training", ""
-        if self.will_capture:
-            what, remedy = "capturing a step as a CUDA graph", "use train.graph=off"
-        try:
-            self._advance()
-        except Exception:
-            with calling_model(self.model, what, remedy):
-                raise
-
-    def _advance(self) -> None:
-        if not self.is_captured:
-            seed_host(self.recipe.seed, self.world.rank, self.step)
-            batch = self.take()
-            with self.world.guard("training"):
-                loss = self._gradients(batch)
-                if self._gradients.parts is not None:
-                    self.window.parts[self.window.filled] = self._gradients.parts
-                self.apply(loss)
-            return
+    def begin_step(self) -> Batch:
+        """Return the batch of a step that is launched kernel by kernel."""
         self.window.start()
-        self._pass_skipped()
-        if self.will_capture:
-            self._capture()
-            self.window.start()  # that was no part of this step
-        assert self._captured is not None, "others launch the steps of one that joined"
-        self._captured.replay()
-        self.count_replay()
-        self.window.stop()
-
-    def take(self) -> Batch:
-        """Begin a step that is launched by itself: return its batch."""
-        self.window.start()
-        self._pass_skipped()
+        self.pass_skipped()
         batch = next(self._batches)
         self.window.note_wait()
         self.optimizer.zero_gradients()
         return batch
 
-    def apply(self, loss: Tensor) -> None:
-        """End it: update the weights by the gradients that they have."""
+    def finish_step(self, loss: Tensor) -> None:
+        """Update the weights by the gradients that they have."""
         if self.optimizer.on_device is not None:
             self.optimizer.finish(self.step, loss, self.window.rows, self.window.filled)
             self.window.count()
@@ -281,24 +225,13 @@ class Learner:
         self.step += 1
         self.window.stop()
 
-    def _pass_skipped(self) -> None:
+    def pass_skipped(self) -> None:
         """Move the batches past those that `train.skip` leaves out here, if there are any."""
         ahead = self.recipe.train.batch_of(self.step) - self.loader.step
         if ahead:
             self.loader.skip(ahead)
-            if self._part is not None:  # it stands behind the step that was launched last
-                self._part.batches.set_step(self.loader.step)
-
-    def _capture(self) -> None:
-        part, learns = self.join(), self.loader.loss_sampler is not None
-        feedback = DeviceFeedback(self.loader, part.batches) if learns else None
-        compiled, precision = is_compiled(self.recipe.train), self.precision
-        alone = GradientPass(
-            self.working, World(), compiled=compiled, feedback=feedback, precision=precision
-        )
-        self._captured = CapturedStep(
-            part, alone, feedback, self.world, after_step=self.model.after_step
-        )
+            if self.part is not None:  # it stands behind the step that was launched last
+                self.part.batches.set_step(self.loader.step)
 
     def count_replay(self) -> None:
         """Count a captured step that was launched."""
@@ -312,9 +245,9 @@ class Learner:
         """Return this learner's part of a captured step, whose batches lie in `windows` if given.
 
         `fill_seconds` are those of another run's batches of the same shape, not measured again.
-        Who captures it together with others' steps calls `count_replay` after each launch.
+        Who captures it calls `count_replay` after each launch.
         """
-        self._part = RunPart(
+        self.part = RunPart(
             self.optimizer,
             self.loader.static_batch(ahead=True, windows=windows, live=self.growing is not None),
             self.window,
@@ -322,18 +255,13 @@ class Learner:
             batch=self.loader.step,
             fill_seconds=fill_seconds,
         )
-        return self._part
-
-    @property
-    def will_capture(self) -> bool:
-        """True if the next step is captured as a CUDA graph before it is replayed."""
-        return self.is_captured and self._part is None
+        return self.part
 
     def check(self) -> None:
         """Raise `GearError` (``LOSS_NONFINITE``) if a loss or gradient since the last report is
         not finite."""
         self.window.start()
-        if self._captured is not None and self.world.size > 1:
+        if self.part is not None and self.world.size > 1:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
             self.world.wait_for_gpu(event)
@@ -351,8 +279,8 @@ class Learner:
         loss, norm, *parts = window.of_all(self.world).cpu().double().mean(0).tolist()
         window.stop()
         steps, busy = window.timed, window.busy_seconds
-        if self._part is not None and steps:
-            window.wait_seconds = steps * self._part.wait_seconds()
+        if self.part is not None and steps:
+            window.wait_seconds = steps * self.part.wait_seconds()
         rate = self.optimizer.rate(self.step - 1)
         values = {"loss": loss, "gradient_norm": norm, "learning_rate": rate}
         for name, value in zip(self.loss_names, parts, strict=True):
@@ -366,8 +294,8 @@ class Learner:
                 **self.meter.add(steps, busy),
             }
         window.begin()
-        if self._part is not None:
-            self._part.begin_window()
+        if self.part is not None:
+            self.part.begin_window()
         return values
 
     def tensors(self) -> dict[str, Tensor]:
@@ -418,8 +346,8 @@ class Learner:
 
     def release(self) -> None:
         """Give back what would keep the ranks' connections from being closed; after errors too."""
-        if self._captured is not None and self.world.size > 1:
-            self._captured.close()
+        if self.part is not None and self.world.size > 1:
+            self.part.close()
 
 
 def _check_learns(recipe: Recipe, strategy: str, model: SequenceModel) -> None:

@@ -27,6 +27,7 @@ from gear_offline.training.cost import is_compiled
 from gear_offline.training.gradients import COMPILE
 from gear_offline.training.graph import RunPart, capture, warm_up
 from gear_offline.training.learner import Learner
+from gear_offline.training.step import EagerStep, GraphStep, Step
 
 
 def stack_key(recipe: Recipe) -> str:
@@ -61,7 +62,14 @@ def why_not_stacked(recipe: Recipe, sizes: ModelSizes, *, learns: bool) -> str |
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-class Stack:
+def make_step(learners: Sequence[Learner]) -> Step:
+    """Return the step of one learner, or of several at once."""
+    if len(learners) > 1:
+        return Stack(learners)
+    return GraphStep(learners[0]) if learners[0].is_captured else EagerStep(learners[0])
+
+
+class Stack(Step):
     """Learners that advance together: after as many steps each, of recipes with one `stack_key`.
 
     Build and use it with torch's random numbers set to the group's own.
@@ -81,11 +89,7 @@ class Stack:
         self._is_captured = all(learner.is_captured for learner in learners)
         self._captured: CapturedStack | None = None
 
-    def advance(self) -> dict[Learner, GearError]:
-        """Do one step of each learner; return what ended some of them.
-
-        On a GPU that shows at a learner's next `report` or `check`: tell of it with `leave`.
-        """
+    def run(self) -> dict[Learner, GearError]:
         staying = [learner for learner in self.learners if learner not in self._left]
         if not self._is_captured:
             return self._launch(staying)
@@ -100,7 +104,6 @@ class Stack:
         return {}
 
     def wait(self) -> None:
-        """Wait for the GPU, on the clocks of all learners."""
         if self._captured is not None:
             for learner in self.learners:
                 learner.window.start()
@@ -109,17 +112,17 @@ class Stack:
                 learner.window.stop()
 
     def leave(self, learner: Learner) -> None:
-        """Advance a learner no more; its place stays, and what is computed there is not used."""
+        # its place stays, and what is computed there is not used
         self._left.add(learner)
 
     def _launch(self, staying: Sequence[Learner]) -> dict[Learner, GearError]:
         failed: dict[Learner, GearError] = {}
-        self._batches |= {learner: learner.take() for learner in staying}
+        self._batches |= {learner: learner.begin_step() for learner in staying}
         losses = self._gradients(join_batches([self._batches[n] for n in self.learners]))
         for learner, loss in zip(self.learners, losses, strict=True):
             if learner in staying:
                 try:
-                    learner.apply(loss)
+                    learner.finish_step(loss)
                 except GearError as error:
                     failed[learner] = error
                     self.leave(learner)
@@ -161,7 +164,7 @@ class CapturedStack:
         warm_up(self._rehearse, self._device)
         self._graph = capture(self._run)
         for part in self._parts:
-            part.finish_capture()
+            part.finish_capture(self._graph)
         self._make_early()
 
     def replay(self) -> None:
