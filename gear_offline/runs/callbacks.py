@@ -71,9 +71,9 @@ def recipe_callbacks(recipe: Recipe) -> tuple[Callback, ...]:
     """Return new callbacks of the classes that a recipe names."""
     listeners = []
     for name in recipe.train.callbacks:
-        part = find_part(CALLBACKS, name)
+        callback = find_part(CALLBACKS, name)
         with calling_part(CALLBACKS, "making it", name):
-            listeners.append(part() if isinstance(part, type) else part)
+            listeners.append(callback() if isinstance(callback, type) else callback)
     return check_callbacks(listeners)
 
 
@@ -103,7 +103,7 @@ class Callbacks(AbstractContextManager["Callbacks"]):
             where = f"{type(callback).__name__}.{event}"
             raise GearError("CALLBACK", problem, where=where, remedy=remedy) from error
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
         """Tell all of the end; what ended the run counts more than what fails here."""
         failures = []
         for callback in self._callbacks:
@@ -112,7 +112,7 @@ class Callbacks(AbstractContextManager["Callbacks"]):
             except GearError as failure:
                 failures.append(failure)
         first = failures.pop(0) if failures and error is None else None
-        for other in failures:
-            say(f"warning: {other.message}")
+        for warning in failures:
+            say(f"warning: {warning.message}")
         if first is not None:
             raise first

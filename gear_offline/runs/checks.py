@@ -97,14 +97,14 @@ def _check_collect(settings: CollectSettings, where: str) -> None:
 
 
 def _check_environment(name: str, key: str, where: str) -> None:
-    place = f"{where}: {key}" if where else key
+    where = f"{where}: {key}" if where else key
     if is_admitted(name):
         maker_of(name)
         return
     if ".py:" in name:
         check_admitted(ENVIRONMENTS, name)
-    check_environment_id(name, where=place)
+    check_environment_id(name, where=where)
     if problem := unregistered(name):
         remedy = "use a registered id, module:Name-v0 with the module that registers it, or "
         remedy += "FILE.py:Name"
-        raise InputError("ENVIRONMENT", problem, where=place, remedy=remedy)
+        raise InputError("ENVIRONMENT", problem, where=where, remedy=remedy)

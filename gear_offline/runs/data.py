@@ -80,14 +80,14 @@ def open_growing(
         if recipe.data.remover in HAVE_PRIORITY:
             episode_priorities(recipe.data, piece)  # raises where it has none
 
-    def opened(*, admits: bool) -> GrowingDataset:
-        whole = partial(recipe_sampler, recipe)
-        return GrowingDataset(dataset, admits=admits, check=check, check_whole=whole, quiet=quiet)
+    def grow(*, admits: bool) -> GrowingDataset:
+        sampler = partial(recipe_sampler, recipe)
+        return GrowingDataset(dataset, admits=admits, check=check, check_whole=sampler, quiet=quiet)
 
     if recipe.loader.normalize_states:
         first = count_text(len(dataset), "first episode")
         say(f"states are normalised by the statistics of the {first}, for good", quiet=quiet)
-    return world.lead(lambda: opened(admits=not recipe.data.replay)) or opened(admits=False)
+    return world.lead(lambda: grow(admits=not recipe.data.replay)) or grow(admits=False)
 
 
 def prepare_one(recipe: Recipe, *, quiet: bool = False) -> Dataset:
@@ -100,8 +100,8 @@ def prepare_one(recipe: Recipe, *, quiet: bool = False) -> Dataset:
     if path is not None and not is_there(path) and (maker.source or maker.collect):
         with turn_of(path, quiet=quiet):
             if not is_there(path):
-                made = data.model_copy(update={name: getattr(maker, name) for name in MAKERS})
-                _make(made, path, quiet=quiet)
+                settings = data.model_copy(update={name: getattr(maker, name) for name in MAKERS})
+                _make(settings, path, quiet=quiet)
     dataset = open_one(recipe)
     _check_origin(recipe.data, dataset)
     return dataset
@@ -121,13 +121,13 @@ def _check_origin(data: DataSettings, dataset: Dataset) -> None:
     if data.source is None and data.collect is None:
         return
     facts = [*origin.attributes.get("edits", ()), *origin.attributes.get("options", ())]
-    if facts != (asked := options_text(columns=data.columns)):
+    if facts != (edits := options_text(columns=data.columns)):
         has = {column.name.partition("/")[0] for column in dataset.spec} - {"rewards"}
         names = {name.partition("=")[0].strip() for name in data.columns or ()} - {"rewards"}
         if facts or has != {name.partition("/")[0] for name in names}:
             present = f"{origin.uri} with edits ({'; '.join(map(str, facts)) or 'none'})"
-            wanted = f"{data.source or 'data.collect'} {'; '.join(asked) or 'alone'}"
-            raise _mismatch("dataset", path, wanted, present)
+            expected = f"{data.source or 'data.collect'} {'; '.join(edits) or 'alone'}"
+            raise _mismatch("dataset", path, expected, present)
     if data.collect is not None:
         collected = origin.attributes.get("attributes")
         _check_collected(data.collect, collected, "dataset", path)
@@ -140,29 +140,29 @@ def _check_origin(data: DataSettings, dataset: Dataset) -> None:
         raise _mismatch("dataset", path, f"{data.source}: {changed[:300]}", sizes)
 
 
-def _check_collected(settings: CollectSettings, recorded: Any, what: str, path: Path) -> None:
+def _check_collected(settings: CollectSettings, recorded: Any, noun: str, path: Path) -> None:
     """Refuse a file or dataset whose recorded attributes are not what would be collected."""
     facts = {"env_id": None, "env_options": "{}"} | (recorded if isinstance(recorded, dict) else {})
-    asked: dict[str, Any] = {"env_id": settings.environment, "seed": settings.seed}
-    asked["env_options"] = json.dumps(settings.environment_options)
+    expected: dict[str, Any] = {"env_id": settings.environment, "seed": settings.seed}
+    expected["env_options"] = json.dumps(settings.environment_options)
     if isinstance(options := facts.get("asked"), str):  # else another program recorded it
         facts = facts | json.loads(options)
-        asked |= settings.model_dump(exclude={"environment", "environment_options", "gate"})
+        expected |= settings.model_dump(exclude={"environment", "environment_options", "gate"})
     # The version that was taken is recorded, of an environment that is named without one too.
-    taken, wanted = str(facts.get("env_id")), settings.environment
-    if re.sub(r"-v[0-9]+$", "", taken) == wanted or is_same(taken, wanted):
-        del asked["env_id"]
-    differ = [name for name, value in asked.items() if facts.get(name, value) != value]
+    played, name = str(facts.get("env_id")), settings.environment
+    if re.sub(r"-v[0-9]+$", "", played) == name or is_same(played, name):
+        del expected["env_id"]
+    differ = [key for key, value in expected.items() if facts.get(key, value) != value]
     if differ:
-        wanted = ", ".join(f"{name} {asked[name]}" for name in differ)
-        raise _mismatch(what, path, wanted, ", ".join(f"{name} {facts[name]}" for name in differ))
+        texts = (", ".join(f"{key} {of[key]}" for key in differ) for of in (expected, facts))
+        raise _mismatch(noun, path, *texts)
 
 
-def _mismatch(problem: str, path: Path, wanted: str, actual: str) -> InputError:
+def _mismatch(problem: str, path: Path, expected: str, actual: str) -> InputError:
     again = f"rm -r {shlex.quote(str(path))}"
     remedy = "take it as it is: data.source=null data.collect=null; or give another data.path, or "
     remedy += f"have it made again after `{again}`"
-    problem = f"the {problem} that is there was made of {actual}, the recipe says {wanted}"
+    problem = f"the {problem} that is there was made of {actual}, the recipe says {expected}"
     return InputError("DATA_MISMATCH", problem, str(path), remedy)
 
 

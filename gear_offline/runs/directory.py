@@ -30,7 +30,7 @@ def default_run_path(recipe: Recipe) -> Path:
 
 
 def run_and_start(
-    named: Recipe | str | os.PathLike[str],
+    source: Recipe | str | os.PathLike[str],
     recipe: Recipe,
     out: str | os.PathLike[str] | None,
     *,
@@ -39,17 +39,17 @@ def run_and_start(
 ) -> tuple[Path, Path | None]:
     """Return the directory for the run of a `recipe`, and the checkpoint that it begins with.
 
-    It was `named` by itself, a file or a run (or its ``recipe.yaml``), which is resumed where it
+    Its `source` is itself, a file or a run (or its ``recipe.yaml``), which is resumed where it
     lies; the checkpoint is that run's.
     """
     run = None
-    if not isinstance(named, Recipe):
-        folder = given_path(named, "RECIPE", where="recipe")
+    if not isinstance(source, Recipe):
+        folder = given_path(source, "RECIPE", where="recipe")
         folder = folder.parent if folder.name == "recipe.yaml" else folder
         run = folder if is_run(folder) else None
-    place = None if out is None else given_path(out, "OUTPUT_WRITE", where="out")
+    output = None if out is None else given_path(out, "OUTPUT_WRITE", where="out")
     if checkpoint is None:
-        return place or (run if resume and run else default_run_path(recipe)), None
+        return output or (run if resume and run else default_run_path(recipe)), None
     if run is None or resume:
         problem = "another run begins with a checkpoint of a run"
         remedy = f"resume that other run without it, from {out or 'its directory'}"
@@ -57,7 +57,7 @@ def run_and_start(
             remedy = "name a run directory in place of the recipe"
         raise InputError("USAGE", problem, "checkpoint", remedy)
     start = find_checkpoint(run, checkpoint)
-    return place or run.with_name(f"{run.resolve().name}-from-{int(start.name[5:])}"), start
+    return output or run.with_name(f"{run.resolve().name}-from-{int(start.name[5:])}"), start
 
 
 def is_run(folder: Path) -> bool:
@@ -115,7 +115,7 @@ class RunDirectory(HeldDirectory):
             if done > step:  # passed over: it would count as saved, and as the newest to keep
                 remove_checkpoint(path)
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
+    def __exit__(self, error_type: object, error: object, trace: object) -> None:
         """Let others write; after an error remove a new run that has come to nothing."""
         with suppress(OSError, InputError):
             self.check_place()

@@ -75,9 +75,9 @@ def evaluate_run(
         if video is not None:
             videos = write_videos(video, report, quiet=quiet)
             say(f"written: {', '.join(map(str, videos))}", quiet=quiet)
-            here = (home or (run if run.exists() else Path())).resolve()  # not one of the Hub
-            seen = tuple(os.path.relpath(path.resolve(), here) for path in videos)
-            report = report.model_copy(update={"videos": seen})
+            base = (home or (run if run.exists() else Path())).resolve()  # not one of the Hub
+            relative = tuple(os.path.relpath(path.resolve(), base) for path in videos)
+            report = report.model_copy(update={"videos": relative})
     finally:  # what was played must not be lost
         if out is not None:
             try:
@@ -100,12 +100,12 @@ def _chosen_tasks(
     recipe = trained.recipe
     if not recipe.data.tasks and environment not in (None, recipe.evaluate.environment):
         recipe = recipe.replace({"evaluate.environment": environment})
-    known = tasks_of(recipe, trained.model.facts.tasks)
-    tasks = [task for task in known if environment in (None, task.name)]
+    run_tasks = tasks_of(recipe, trained.model.facts.tasks)
+    tasks = [task for task in run_tasks if environment in (None, task.name)]
     if not tasks and environment is not None:
-        same = [task for task in known if is_same(environment, task.environment)]
-        tasks = [replace(task, environment=environment) for task in same]
-    places = ", ".join(f"{task.name} ({task.environment})" for task in known)
+        matching = [task for task in run_tasks if is_same(environment, task.environment)]
+        tasks = [replace(task, environment=environment) for task in matching]
+    places = ", ".join(f"{task.name} ({task.environment})" for task in run_tasks)
     if not tasks:
         problem, remedy = (
             "the run names no environment to play in",
@@ -129,20 +129,20 @@ def _chosen_tasks(
     return tasks
 
 
-def _keep(report: EvaluationReport, home: Path, shown: Path, quiet: bool) -> None:
+def _keep(report: EvaluationReport, home: Path, folder: Path, quiet: bool) -> None:
     """Write the result and the run's report; what was played is not lost if that fails."""
     from gear_offline.runs.report import write_report  # matplotlib takes half a second
 
     try:
-        place, kept = home / "evaluation.json", None
-        if place.is_file():
-            numbered = (place.with_stem(f"{place.stem}-{n}") for n in itertools.count(1))
-            kept = shutil.copyfile(place, next(path for path in numbered if not path.exists()))
-        report.write(place)
-        written = shown / write_report(home, final=report).with_suffix(".html").name
-        say(f"written: {shown / 'evaluation.json'}, {written} and its plots", quiet=quiet)
-        if kept is not None:
-            text = f"the result before this one is kept in {shown / kept.name}"
+        file, backup = home / "evaluation.json", None
+        if file.is_file():
+            numbered = (file.with_stem(f"{file.stem}-{n}") for n in itertools.count(1))
+            backup = shutil.copyfile(file, next(path for path in numbered if not path.exists()))
+        report.write(file)
+        page = folder / write_report(home, final=report).with_suffix(".html").name
+        say(f"written: {folder / 'evaluation.json'}, {page} and its plots", quiet=quiet)
+        if backup is not None:
+            text = f"the result before this one is kept in {folder / backup.name}"
             say(f"{text}; report and plots show the new one", quiet=quiet)
     except (OSError, GearError) as error:
-        say(f"the result could not be kept in {shown}: {error}")
+        say(f"the result could not be kept in {folder}: {error}")

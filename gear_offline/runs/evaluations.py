@@ -94,16 +94,16 @@ def plan_evaluations(
         where = device
     ranks = world.nodes.count(world.nodes[world.rank])
     spare = usable_cores() - ranks * (1 if on_gpu else torch.get_num_threads())
-    wanted = settings.background == "on"
+    background = settings.background == "on"
     if settings.background == "auto":
         at_the_end = train.evaluate_every is None or train.evaluate_every >= train.steps
         at_the_end &= concurrent_runs == 1 or where.type == "cpu"  # else others train meanwhile
         most = CPU_PARAMETERS if where.type == "cpu" else GPU_PARAMETERS
         too_large = on_gpu and parameters > most
-        wanted = spare > 0 and not at_the_end and not too_large
+        background = spare > 0 and not at_the_end and not too_large
     can = all(known_of(task.environment, task.environment_options) for task in tasks)
     can &= is_importable(recipe.model.kind)
-    if not (wanted and can and tasks):
+    if not (background and can and tasks):
         return EvaluationPlan(workers=0, threads=torch.get_num_threads(), device=where, cores=None)
     if where.type == "cuda":
         cores = max(2, spare - 1)
@@ -344,8 +344,8 @@ class RunEvaluations(Closing):
         seconds = time.monotonic() - self._began
         if plan.workers == 1:  # it would play as long; several play side by side
             seconds -= self._local.seconds
-        left = self._recipe.train.steps - learner.step
-        return left * seconds > WORKER_SECONDS * (learner.step - self._first_step)
+        remaining = self._recipe.train.steps - learner.step
+        return remaining * seconds > WORKER_SECONDS * (learner.step - self._first_step)
 
     def must_wait(self, step: int) -> bool:
         """True if an evaluation of `step` could not begin before another is done."""
@@ -389,14 +389,14 @@ class RunEvaluations(Closing):
     def _record_played(self) -> None:
         """Record the results that are there, in the order of steps."""
         recorded = len(self.log.reports)
-        for step, (report, asked) in list(self._queue.items()):
+        for step, (report, began) in list(self._queue.items()):
             if not report.done():
                 break
             del self._queue[step]
             result = report.result()
             if not result.error:
                 result = result.model_copy(update={"device": str(self.plan.device)})
-            self.log.record(step, result, time.monotonic() - asked)
+            self.log.record(step, result, time.monotonic() - began)
         if len(self.log.reports) > recorded:
             self._saver.prune(self.keep)
 
@@ -410,8 +410,8 @@ class RunEvaluations(Closing):
             # its own may be there: what fails last is to make its name durable
             saved = [n for n, _ in list_checkpoints(path / "checkpoints") if n < step]
             since = f"step {saved[-1]:,}" if saved else "the beginning"
-            what = f"the disk of {path} is full, nothing is saved since {since}"
-            self._progress.say(f"step {step:,}: {what}; training goes on")
+            problem = f"the disk of {path} is full, nothing is saved since {since}"
+            self._progress.say(f"step {step:,}: {problem}; training goes on")
 
     def finish(self) -> Iterator[bool]:
         """Record what is outstanding, yield False meanwhile; Ctrl-C leaves it to a resumed run."""

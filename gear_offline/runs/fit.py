@@ -89,12 +89,12 @@ def check_memory(recipe: Recipe, sizes: ModelSizes) -> None:
     # the columns, and the tokens of each step once; pixels are bytes
     state = sum(c.size // 4 if c.frames == "uint8" else c.size for c in sizes.columns)
     batch = loader.batch_size * loader.context_length * (state + sizes.action_dim + tokens * size)
-    needed, available = 4 * max(weights, batch), available_bytes()
-    if needed > available:
+    demand, available = 4 * max(weights, batch), available_bytes()
+    if demand > available:
         options = "model.hidden_size, model.layers or model.max_timestep"
         if batch > weights:
             options = "loader.batch_size or loader.context_length"
-        problem = f"{size_text(needed)} of memory needed, {size_text(available)} available"
+        problem = f"{size_text(demand)} of memory needed, {size_text(available)} available"
         remedy = f"lower {options}, or train on a machine with more memory"
         raise InputError("MEMORY", problem, where=recipe.name, remedy=remedy)
 
@@ -103,19 +103,19 @@ def say_what_differs(recipe: Recipe, dataset: Dataset, environment: str | None) 
     """Say in what the environment's rewards, observations and returns are not the data's."""
     goals = recipe.loader.goals is not None
     if dataset.reward_edits is None and not goals:
-        what = "the data's rewards were edited, and how does not follow from those of single steps"
-        say(f"{what}: playing subtracts the environment's own")
+        text = "the data's rewards were edited, and how does not follow from those of single steps"
+        say(f"{text}: playing subtracts the environment's own")
     mapped = texts(dataset.manifest.source.attributes.get("mapped"))
     if mapped and is_same(environment, dataset.environment_id):
-        what = f"map made the data's {' and '.join(mapped)}, and {environment} has its own"
-        say(f"{what}: evaluate.environment=MODULE:ID names one that maps them too")
+        text = f"map made the data's {' and '.join(mapped)}, and {environment} has its own"
+        say(f"{text}: evaluate.environment=MODULE:ID names one that maps them too")
     if recipe.loader.gamma < 1.0 and not goals:
-        what = f"loader.gamma is {recipe.loader.gamma:g}: returns that are asked for are discounted"
-        say(f"{what}, those that are achieved are not")
+        text = f"loader.gamma is {recipe.loader.gamma:g}: returns that are asked for are discounted"
+        say(f"{text}, those that are achieved are not")
 
 
 def say_clipped(dataset: Dataset, environment: EnvironmentFacts, *, quiet: bool) -> None:
-    """Say how many of the data's actions are beyond what the environment takes."""
+    """Say how many actions of the data lie beyond the bounds of the environment."""
     low, high, actions = environment.low, environment.high, dataset.statistics["actions"]
     width = high - low
     if environment.discrete or not np.isfinite(width).all():
@@ -129,10 +129,10 @@ def say_clipped(dataset: Dataset, environment: EnvironmentFacts, *, quiet: bool)
         values = rows.reshape(len(rows), -1)
         beyond, count = beyond + int(((values < low) | (values > high)).sum()), count + values.size
     if beyond > LEAST_BEYOND * count:
-        what = f"{beyond / count:.0%} of the data's actions are beyond the bounds of "
-        what += f"{environment.environment_id}, {environment.low.min():g} .. "
-        what += f"{environment.high.max():g}: playing clips them"
-        say(f"{what}; scale them (convert --map), or wrap the environment", quiet=quiet)
+        finding = f"{beyond / count:.0%} of the data's actions are beyond the bounds of "
+        finding += f"{environment.environment_id}, {environment.low.min():g} .. "
+        finding += f"{environment.high.max():g}: playing clips them"
+        say(f"{finding}; scale them (convert --map), or wrap the environment", quiet=quiet)
 
 
 def say_returns_scale(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> None:
@@ -142,6 +142,6 @@ def say_returns_scale(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> None:
     unasked = recipe.loader.goals is not None or recipe.model.asks_returns is False
     if unasked or recipe.train.init is not None or not 0.0 < most < SEEN * scale:
         return
-    what = f"returns of the data reach {short(most)} and loader.returns_scale is {scale:g}"
+    finding = f"returns of the data reach {short(most)} and loader.returns_scale is {scale:g}"
     better = f"loader.returns_scale={float(f'{most:.0e}'):g}"
-    say(f"{what}: the model hardly sees them; {better} shows them", quiet=quiet)
+    say(f"{finding}: the model hardly sees them; {better} shows them", quiet=quiet)

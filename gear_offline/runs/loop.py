@@ -144,8 +144,8 @@ def begin_run(
             recipe, sizes, dataset, device, world=world, growing=growing, start=weights
         )
         held.callback(learner.release)
-        own = (*trackings(recipe.train), *recipe_callbacks(recipe), *callbacks)
-        listeners = held.enter_context(Callbacks(run, own if world.is_first else ()))
+        callbacks = (*trackings(recipe.train), *recipe_callbacks(recipe), *callbacks)
+        listeners = held.enter_context(Callbacks(run, callbacks if world.is_first else ()))
         try:
             if start is not None:
                 world.lead(lambda: directory and directory.branch(start))
@@ -201,10 +201,10 @@ class LiveRun(Closing):
             directory.begin(recipe, step=step)
             callbacks.tell("on_begin")
             progress = Progress(recipe.name, total=recipe.train.steps, done=step, quiet=quiet)
-            own = (learner, self.saver, callbacks, progress)
-            self.evaluations = RunEvaluations(*own, shared)
+            tools = (learner, self.saver, callbacks, progress)
+            self.evaluations = RunEvaluations(*tools, shared)
             self.writer = RunWriter(
-                *own, self.evaluations, seconds=seconds, reports=not self._is_shared, quiet=quiet
+                *tools, self.evaluations, seconds=seconds, reports=not self._is_shared, quiet=quiet
             )
             self.saver.before = self.sync
 
@@ -283,9 +283,9 @@ class LiveRun(Closing):
             self._save()
         if signal and not self.is_complete:
             self.saver.wait()
-            what = f"stopped by {signal} after step {self.learner.step:,}, a checkpoint is saved"
+            problem = f"stopped by {signal} after step {self.learner.step:,}, a checkpoint is saved"
             remedy = f"go on with `gear-offline train {typed(self.path)} --resume`"
-            raise TrainingInterrupted("INTERRUPTED", what, str(self.path), remedy)
+            raise TrainingInterrupted("INTERRUPTED", problem, str(self.path), remedy)
 
     def finish(self) -> Iterator[bool]:
         """Write what a complete run leaves behind; yield False while its evaluations are played."""

@@ -70,16 +70,16 @@ def _link(folder: Path, tokens: Sequence[Token], index: int) -> str:
     film = _embed(folder, target)
     if target.endswith("/report.md"):
         target = f"{target.removesuffix('.md')}.html"
-    shown = f'<video controls loop muted src="{escape(film)}"></video>\n' if film else ""
-    return f'{shown}<a href="{escape(target)}">'
+    video = f'<video controls loop muted src="{escape(film)}"></video>\n' if film else ""
+    return f'{video}<a href="{escape(target)}">'
 
 
 def _embed(folder: Path, link: str) -> str:
     """Return a picture or film of the folder as a data URI; "" for whatever else."""
     path = (folder / unquote(link)).resolve()
-    kind = KINDS.get(path.suffix.lower())
-    if kind is None or not path.is_relative_to(folder) or not path.is_file():
+    media_type = KINDS.get(path.suffix.lower())
+    if media_type is None or not path.is_relative_to(folder) or not path.is_file():
         return ""
     if path.stat().st_size > MOST_BYTES:
         return ""
-    return f"data:{kind};base64,{b64encode(path.read_bytes()).decode()}"
+    return f"data:{media_type};base64,{b64encode(path.read_bytes()).decode()}"

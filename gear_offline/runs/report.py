@@ -57,14 +57,14 @@ def write_report(run: str | os.PathLike[str], *, final: EvaluationReport | None 
     ``evaluation.json`` holds.
     """
     run = Path(run)
-    place = run / "recipe.yaml"
-    recipe = Recipe.read(read_yaml(place), where=str(place)) if place.is_file() else None
+    file = run / "recipe.yaml"
+    recipe = Recipe.read(read_yaml(file), where=str(file)) if file.is_file() else None
     logged = {line.step: line.loss for line in read_lines(run / "metrics.jsonl", MetricsRecord)}
     evaluations = [report for report in read_evaluations(run) if report.error is None]
     if final is None:
-        written = read_document(run / "evaluation.json", EvaluationReport)
-        known = [r for r in (written, *evaluations) if r is not None]
-        final = max(known, key=lambda r: r.step or 0, default=None)  # the first of equals
+        stored = read_document(run / "evaluation.json", EvaluationReport)
+        candidates = [r for r in (stored, *evaluations) if r is not None]
+        final = max(candidates, key=lambda r: r.step or 0, default=None)  # the first of equals
     if recipe is None and not logged and final is None:
         problem, remedy = "nothing here to report on", "give the directory of a run"
         raise InputError("RUN_NOT_FOUND", problem, where=str(run), remedy=remedy)
@@ -74,8 +74,8 @@ def write_report(run: str | os.PathLike[str], *, final: EvaluationReport | None 
         pictures[CURVE] = _draw_learning_curve(run.name, losses, evaluations)
     at = "" if final is None or final.step is None else f" at step {final.step:,}"
     for result in final.tasks if final else ():
-        own = read_data(recipe.of_task(result.name)) if recipe and result.name else data
-        levels, picture = data_levels(result, own), None
+        task_data = read_data(recipe.of_task(result.name)) if recipe and result.name else data
+        levels, picture = data_levels(result, task_data), None
         if result.targets and not result.goals:
             picture = f"plots/asked_vs_achieved{f'-{result.name}' if result.name else ''}.png"
             title = f"{run.name}{at} in {result.environment}"
@@ -131,15 +131,15 @@ def _plain_markdown(value: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data:
-    """What a report says of a dataset."""
+class DataFacts:
+    """The facts of a dataset in a report."""
 
     path: Path
     source: SourceRecord
     summary: DataSummary
 
 
-def read_data(recipe: Recipe | None, summary: RunSummary | None = None) -> Data | None:
+def read_data(recipe: Recipe | None, summary: RunSummary | None = None) -> DataFacts | None:
     """Read the manifest of a recipe's dataset, while it is there.
 
     Only the `summary` of its run knows data that have been appended to.
@@ -149,19 +149,21 @@ def read_data(recipe: Recipe | None, summary: RunSummary | None = None) -> Data 
     path = data.path
     if is_hub(path):
         path = str(fetch(path, "dataset", "DATASET_NOT_FOUND"))
-    manifest, own = Manifest.read(path), summary.data if summary else None
-    if own is None and (data.admissions, data.admit_every) == (None, None):
+    manifest, facts = Manifest.read(path), summary.data if summary else None
+    if facts is None and (data.admissions, data.admit_every) == (None, None):
         returns = manifest.returns
-        own = DataSummary(
+        facts = DataSummary(
             episodes=manifest.episodes,
             steps=manifest.steps,
             return_mean=returns.mean if returns.count else None,
             return_max=returns.max if returns.count else None,
         )
-    return Data(path=Path(path).resolve(), source=manifest.source, summary=own) if own else None
+    if facts is None:
+        return None
+    return DataFacts(path=Path(path).resolve(), source=manifest.source, summary=facts)
 
 
-def data_levels(result: TaskResult | None, data: Data | None) -> dict[str, float]:
+def data_levels(result: TaskResult | None, data: DataFacts | None) -> dict[str, float]:
     """Return returns of a task's data to compare with; goals have none."""
     if data is None or (result and result.goals):
         return {}
@@ -205,30 +207,30 @@ def _draw_learning_curve(
 
 
 def _plot_returns(
-    axes: Axes, points: Sequence[tuple[int, TargetResult, Interval]], asked_as: str, named: str
+    axes: Axes, points: Sequence[tuple[int, TargetResult, Interval]], asked_as: str, axis_name: str
 ) -> int:
     """Draw a line a target, and its 95 % interval, through what was played at steps.
 
     Targets of the same curve, such as tasks that all succeed, share a line.  Return how many
     curves are left out.
     """
-    asked = sorted({target.target for _, target, _ in points}, reverse=True)
+    targets = sorted({target.target for _, target, _ in points}, reverse=True)
     curves = defaultdict[tuple[tuple[int, float, Interval], ...], list[str]](list)
-    for value, text in zip(asked, told_apart(asked), strict=True):
-        own = tuple((n, t.mean_return, ends) for n, t, ends in points if t.target == value)
-        curves[own].append(text)
-    chosen = plots.spread(len(curves))
-    for index, colour in zip(chosen, plots.SERIES, strict=False):
-        curve, same = list(curves.items())[index]
+    for value, text in zip(targets, told_apart(targets), strict=True):
+        curve = tuple((n, t.mean_return, ends) for n, t, ends in points if t.target == value)
+        curves[curve].append(text)
+    indices = plots.spread(len(curves))
+    for index, colour in zip(indices, plots.SERIES, strict=False):
+        curve, names = list(curves.items())[index]
         steps, means, intervals = zip(*curve, strict=True)
         ends = np.array(intervals, np.float64).T
-        label = plots.label(f"{asked_as} {', '.join(same)}")
+        label = plots.label(f"{asked_as} {', '.join(names)}")
         plots.draw_mean(axes, steps, means, ends, color=colour, label=label)
     plots.from_zero(axes)
-    plots.dress(axes, y=named)
+    plots.dress(axes, y=axis_name)
     plots.thousands(axes.yaxis)
     plots.legend(axes)
-    return len(curves) - len(chosen)
+    return len(curves) - len(indices)
 
 
 def _draw_asked_vs_achieved(name: str, result: TaskResult, levels: Mapping[str, float]) -> bytes:
@@ -248,21 +250,21 @@ def draw_asked(
 
     `achieved` has the dots, mean and interval of each asked return; `of` says what the dots are.
     """
-    asked = np.array(sorted(achieved))
-    means = np.array([achieved[target][1] for target in asked])
+    targets = np.array(sorted(achieved))
+    means = np.array([achieved[target][1] for target in targets])
     figure = plots.new_figure()
     axes = figure.add_subplot()
-    for target in asked:
+    for target in targets:
         returns = achieved[target][0]
         axes.scatter([target] * len(returns), returns, s=11, color=plots.BLUE, alpha=0.25)
-    ends = np.array([achieved[target][2] for target in asked], np.float64)
+    ends = np.array([achieved[target][2] for target in targets], np.float64)
     bars: Any = {"yerr": np.abs(ends.T - means), "capsize": 4} if np.isfinite(ends).all() else {}
-    axes.errorbar(asked, means, color=plots.BLUE, linewidth=2, marker="o", **bars)
+    axes.errorbar(targets, means, color=plots.BLUE, linewidth=2, marker="o", **bars)
     for (label, level), colour in zip(levels.items(), (plots.ORANGE, plots.GREEN), strict=False):
         axes.axhline(
             level, color=colour, linewidth=1.5, label=plots.label(f"{label}: {short(level)}")
         )
-    low, high = min(0.0, float(asked.min())), max(0.0, float(asked.max()))
+    low, high = min(0.0, float(targets.min())), max(0.0, float(targets.max()))
     room = 0.08 * (high - low) or 1.0
     line: Any = {"linestyle": "--", "linewidth": 1.2, "label": plots.label("achieved = asked")}
     corners = (low - room if low < 0 else 0.0, high + room)
@@ -272,9 +274,9 @@ def draw_asked(
     plots.thousands(axes.xaxis)
     plots.thousands(axes.yaxis)
     plots.legend(axes)
-    finding = f"Asked for {_numbers(asked)}, it achieves {_numbers(means)}"
-    what = "mean and 95 % interval" if bars else "mean"
-    plots.titles(figure, finding, f"{name}: {what} of {of}")
+    finding = f"Asked for {_numbers(targets)}, it achieves {_numbers(means)}"
+    shown_as = "mean and 95 % interval" if bars else "mean"
+    plots.titles(figure, finding, f"{name}: {shown_as} of {of}")
     return plots.draw(figure)
 
 

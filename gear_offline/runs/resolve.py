@@ -104,7 +104,7 @@ def _resolve_tasks(
     options, normalized = recipe.to_dict(), recipe.loader.normalize_states
     singles, sizes, tasks = list[Recipe](), list[ModelSizes](), list[ModelTask]()
     for task in dataset.tasks:
-        single, own = _resolve_one(recipe.of_task(task.name), task.dataset, None, quiet=quiet)
+        single, size = _resolve_one(recipe.of_task(task.name), task.dataset, None, quiet=quiet)
         evaluate = single.evaluate
         options["data"]["tasks"][task.name] |= {
             **single.data.model_dump(mode="json", include={*MAKERS, "fallback", "admissions"}),
@@ -115,24 +115,24 @@ def _resolve_tasks(
             "targets": None if evaluate.targets is None else list(evaluate.targets),
         }
         singles.append(single)
-        sizes.append(own)
+        sizes.append(size)
         returns = task.dataset.manifest.returns
         tasks.append(
             ModelTask.of(
                 task.dataset,
                 normalize_states=normalized,
                 name=task.name,
-                state_dim=own.state_dim,
-                action_dim=own.action_dim,
+                state_dim=size.state_dim,
+                action_dim=size.action_dim,
                 returns_scale=task.returns_scale,
                 return_worst=returns.min,
                 return_best=returns.max,
             )
         )
     joint = ModelSizes(
-        state_dim=max(own.state_dim for own in sizes),
-        action_dim=max(own.action_dim for own in sizes),
-        discrete=any(own.discrete for own in sizes),
+        state_dim=max(size.state_dim for size in sizes),
+        action_dim=max(size.action_dim for size in sizes),
+        discrete=any(size.discrete for size in sizes),
         columns=sizes[0].columns if sizes[0].columns[0].frames else (),
         tasks=tuple(tasks),
     )
@@ -163,15 +163,15 @@ def _resolve_one(
         longest = max(longest, facts.step_limit)
     elif plays:
         environment = None
-    scores, known = dataset.reference_scores, None
+    scores, reference = dataset.reference_scores, None
     if scores is not None and (is_own or environment is None):
         is_named = find_scores(scores.name) is not None
-        known = scores.name if is_named else [scores.minimum, scores.maximum]
+        reference = scores.name if is_named else [scores.minimum, scores.maximum]
     changes: dict[str, Any] = {
         "data.admissions": dataset.admissions or None,
         "evaluate.environment": environment,
         "evaluate.environment_options": options,
-        "evaluate.reference": recipe.evaluate.reference or known,
+        "evaluate.reference": recipe.evaluate.reference or reference,
         "evaluate.targets": _targets(recipe, dataset, facts if plays else None),
     }
     if facts is not None and not quiet:
@@ -190,18 +190,18 @@ def _targets(
 
     `facts` are None where nothing is played.
     """
-    asked, goals = recipe.evaluate.targets, recipe.loader.goals is not None
+    targets, goals = recipe.evaluate.targets, recipe.loader.goals is not None
     if goals and facts is None:
-        return asked
+        return targets
     if goals and facts is not None:
-        if asked:
-            check_goals(facts, asked)
-        elif asked is None and not facts.tasks:
+        if targets:
+            check_goals(facts, targets)
+        elif targets is None and not facts.tasks:
             problem, remedy = "it has no tasks with goals (task_infos)", "use evaluate.episodes=0"
             raise InputError("ENVIRONMENT", problem, facts.environment_id, remedy)
-        return list(range(1, facts.tasks + 1)) if asked is None else asked
-    if asked is not None:
-        return asked
+        return list(range(1, facts.tasks + 1)) if targets is None else targets
+    if targets is not None:
+        return targets
     if "rewards" not in dataset.spec:
         return [0.0]  # the model does without returns: one play of it
     returns = dataset.manifest.returns
@@ -228,8 +228,8 @@ def _model_options(
         normalized = any(column.state_mean for column in start.window.columns)
         changes["loader.normalize_states"] = normalized
     if recipe.model.max_timestep is None:
-        own = max(longest, recipe.loader.context_length)
-        changes["model.max_timestep"] = start.model.facts.max_timestep if start else own
+        timesteps = max(longest, recipe.loader.context_length)
+        changes["model.max_timestep"] = start.model.facts.max_timestep if start else timesteps
     tanh, actions = getattr(recipe.model, "action_tanh", False), dataset.statistics["actions"]
     if tanh and discrete:
         changes["model.action_tanh"] = False  # logits are not bounded
@@ -247,8 +247,8 @@ def _probe_environment(
     Without an environment the facts are None, and a line says so.  One that only the dataset names
     is made if that imports nothing, and may be missing here.  So may any where nothing is played.
     """
-    asked, plays = recipe.evaluate.environment, recipe.evaluate.episodes > 0
-    name, facts, whole = asked or dataset.environment_id, None, sizes
+    explicit, plays = recipe.evaluate.environment, recipe.evaluate.episodes > 0
+    name, facts, full_sizes = explicit or dataset.environment_id, None, sizes
     without = "no evaluation" if plays else "the data alone tell the model's sizes"
     if name is None:
         names = f"neither the recipe nor {dataset.path} names an environment"
@@ -257,18 +257,18 @@ def _probe_environment(
     try:
         facts = probe(name, options)  # refuses to import a module that only a file names
         if sizes.discrete and facts.discrete:  # some actions may never occur in the data
-            whole = sizes.model_copy(
+            full_sizes = sizes.model_copy(
                 update={"action_dim": max(sizes.action_dim, facts.action_size)}
             )
         observed, otherwise = recipe.loader.observations, ", or set evaluate.episodes=0"
-        check_sizes(facts, whole, observed, whose="the data", otherwise=otherwise, quiet=quiet)
+        check_sizes(facts, full_sizes, observed, whose="the data", otherwise=otherwise, quiet=quiet)
     except (InputError, UnavailableError) as error:
-        if plays and (asked or facts):
+        if plays and (explicit or facts):
             raise
         say(f"{without}: {error if plays else error.problem}", quiet=quiet)
         return None, sizes
     if not plays:
-        return facts, whole
+        return facts, full_sizes
     say_version(name, quiet=quiet)
     if dataset.environment_id and not is_same(name, dataset.environment_id):
         say(f"evaluation in {name}; the data are of {dataset.environment_id}", quiet=quiet)
@@ -279,8 +279,8 @@ def _probe_environment(
         say_left_out(options, dataset.environment_options, quiet=quiet)
     noted = dataset.manifest.source.attributes.get("attributes")  # of a file: anything
     recorded = noted.get("mujoco") if isinstance(noted, dict) else None
-    here, simulated = versions("mujoco").get("mujoco", recorded), "infos/qpos" in dataset.statistics
-    if simulated and recorded not in (None, here):
-        what = f"the data are of MuJoCo {recorded}, and {here} plays"
-        say(f"{what}: its contacts end elsewhere, which changes returns", quiet=quiet)
-    return facts, whole
+    mujoco = versions("mujoco").get("mujoco", recorded)
+    if "infos/qpos" in dataset.statistics and recorded not in (None, mujoco):
+        difference = f"the data are of MuJoCo {recorded}, and {mujoco} plays"
+        say(f"{difference}: its contacts end elsewhere, which changes returns", quiet=quiet)
+    return facts, full_sizes

@@ -1,4 +1,4 @@
-"""What a run goes on from, and what may differ when it is resumed."""
+"""The checkpoint that a run goes on from, and the options that may differ then."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ORIGIN = re.compile(r"data\.(tasks\..*\.)?(source|columns|collect|fallback)(\..*
 
 @dataclass(frozen=True)
 class Past:
-    """What a run goes on from: a checkpoint of it, or of another run whose branch it is."""
+    """The start of a run that goes on: its own checkpoint, or that of the run it branches from."""
 
     path: Path  # of the run
     recipe: Recipe  # that the checkpoint's run began with
@@ -47,9 +47,9 @@ class Past:
 
     def fill(self, recipe: Recipe) -> Recipe:
         """Fill in what a recipe leaves open as it was settled when the run began."""
-        old, new = flat(self.recipe.to_dict()), flat(recipe.to_dict())
-        left = [key for key in new if new[key] in (None, "auto") and SETTLED.fullmatch(key)]
-        return recipe.settle({key: old[key] for key in left if key in old})
+        settled, fresh = flat(self.recipe.to_dict()), flat(recipe.to_dict())
+        unset = [key for key in fresh if fresh[key] in (None, "auto") and SETTLED.fullmatch(key)]
+        return recipe.settle({key: settled[key] for key in unset if key in settled})
 
     def check(self, recipe: Recipe, dataset: TableData | None = None) -> None:
         """Refuse a filled recipe, or data, of another run, and fewer steps than are done.
@@ -78,8 +78,8 @@ class Past:
         moved = {bare_name(name): digest for name, digest in before.items()}  # with its file
         changed = []
         for name, digest in recipe.parts.items():
-            old = before.get(name) or moved.get(bare_name(name))
-            changed += [name] if old and digest and old != digest else []
+            earlier = before.get(name) or moved.get(bare_name(name))
+            changed += [name] if earlier and digest and earlier != digest else []
         return changed
 
 
@@ -88,10 +88,10 @@ def find_past(path: Path, start: Path | None = None) -> Past | None:
 
     None of a run without a checkpoint that can be read.
     """
-    saved = [start] if start else [place for _, place in list_checkpoints(path / "checkpoints")]
-    for place in reversed(saved):
+    saved = [start] if start else [folder for _, folder in list_checkpoints(path / "checkpoints")]
+    for folder in reversed(saved):
         with suppress(InputError):  # recipe.yaml may be edited, a checkpoint is not
-            state = read_state(place)
+            state = read_state(folder)
             before = Recipe.read(state.recipe, where=str(path))
             warmup = before.optimizer.warmup(before.train.steps)
             return Past(path, before.settle({"optimizer.warmup_steps": warmup}), state)
@@ -100,21 +100,21 @@ def find_past(path: Path, start: Path | None = None) -> Past | None:
 
 def _differences(before: Recipe, now: Recipe, step: int, *, is_resolved: bool) -> dict[str, str]:
     """Return each option that makes another run of `now` after so many steps, with both values."""
-    old, new = flat(before.to_dict()), flat(now.to_dict())
+    then, today = flat(before.to_dict()), flat(now.to_dict())
     past = before.train.batch_of(step - 1) if step else -1
-    for options, recipe in ((old, before), (new, now)):  # what is skipped later is free
+    for options, recipe in ((then, before), (today, now)):  # what is skipped later is free
         options["train.skip"] = [list(span) for span in recipe.train.skip if span[0] <= past]
-    free = {*RESUMABLE, *(key for key in {*old, *new} if key.startswith("parts."))}
+    free = {*RESUMABLE, *(key for key in {*then, *today} if key.startswith("parts."))}
     if now.optimizer.schedule != "constant":
         free.remove("train.steps")  # the learning rates of the steps done depend on it
     if is_there(now.data.path or ""):  # the loader's state has the digest of its data
         free.add("data.path")
     if not is_resolved:
-        free |= {key for key in {*old, *new} if new.get(key) is None} | {"model.action_tanh"}
-    free |= {key for key in {*old, *new} if ORIGIN.fullmatch(key) or old.get(key) == "auto"}
+        free |= {key for key in {*then, *today} if today.get(key) is None} | {"model.action_tanh"}
+    free |= {key for key in {*then, *today} if ORIGIN.fullmatch(key) or then.get(key) == "auto"}
     differences = dict[str, str]()
-    for key in sorted({*old, *new} - free, key=lambda key: (key not in KINDS, key)):
-        section, was, now_is = key.partition(".")[0], old.get(key), new.get(key)
+    for key in sorted({*then, *today} - free, key=lambda key: (key not in KINDS, key)):
+        section, was, now_is = key.partition(".")[0], then.get(key), today.get(key)
         is_implied = f"{section}.{OWN_OPTIONS.get(section)}" in differences  # of another model
         if not (is_implied or is_same(was, now_is)):
             differences[key] = f"{key} was {was!r} when the run began and is {now_is!r} now"

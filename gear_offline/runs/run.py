@@ -86,14 +86,14 @@ class Run(os.PathLike[str]):
     @property
     def best(self) -> EvaluationReport | None:
         """The evaluation with the highest return, the latest of equals; None before any."""
-        return best_of(self.played())
+        return best_of(self._list_played())
 
     @property
     def last(self) -> EvaluationReport | None:
         """The newest evaluation that did not fail; None before any."""
-        return next(reversed(self.played()), None)
+        return next(reversed(self._list_played()), None)
 
-    def played(self) -> list[EvaluationReport]:
+    def _list_played(self) -> list[EvaluationReport]:
         """Return the evaluations that did not fail, in the order of steps."""
         return [report for report in read_evaluations(self.path) if report.ranking is not None]
 
@@ -120,7 +120,7 @@ class Run(os.PathLike[str]):
             "steps": f"{self.steps:,} of {recipe.train.steps:,}",
         }
         if best is not None and last is not None:
-            facts["best"], facts["last"] = (_achieved(report) for report in (best, last))
+            facts["best"], facts["last"] = (_result_text(report) for report in (best, last))
         return facts
 
     def to_json(self) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class Run(os.PathLike[str]):
             raise InputError("RUN_DAMAGED", row.error, where=row.path)
         evaluations = [
             {"step": r.step, "return": r.mean_return, "normalized_score": r.normalized_score}
-            for r in self.played()
+            for r in self._list_played()
         ]
         saved = [step for step, _ in list_checkpoints(self.path / "checkpoints")]
         return {**asdict(row), "checkpoints": saved, "evaluations": evaluations}
@@ -145,7 +145,7 @@ class Run(os.PathLike[str]):
             console.print(f"{name:13}{text}")
         rows = [
             [f"{r.step or 0:,}", number_text(r.mean_return), score_text(r.normalized_score)]
-            for r in self.played()
+            for r in self._list_played()
         ]
         if rows:
             console.print()
@@ -194,8 +194,8 @@ def open_run(path: str | os.PathLike[str]) -> Run:
 
 def best_of(records: Sequence[EvaluationReport]) -> EvaluationReport | None:
     """Return the one of the highest return, the latest of equals; None if all have failed."""
-    known = [(r.ranking, r.step, r) for r in records if r.ranking is not None]
-    usable = [entry for entry in known if isfinite(entry[0])]  # nothing is larger than NaN
+    ranked = [(r.ranking, r.step, r) for r in records if r.ranking is not None]
+    usable = [entry for entry in ranked if isfinite(entry[0])]  # nothing is larger than NaN
     return max(usable, key=lambda entry: entry[:2])[2] if usable else None
 
 
@@ -207,11 +207,11 @@ def _frame(records: list[dict[str, Any]]) -> Any:
     return pandas.DataFrame(records)
 
 
-def _achieved(record: EvaluationReport) -> str:
+def _result_text(record: EvaluationReport) -> str:
     score, value = record.normalized_score, record.mean_return
-    parts = [] if value is None else [f"return {number_text(value)}"]
-    parts += [] if score is None else [f"score {score_text(score)}"]
-    return f"{', '.join(parts)} at step {record.step or 0:,}"
+    texts = [] if value is None else [f"return {number_text(value)}"]
+    texts += [] if score is None else [f"score {score_text(score)}"]
+    return f"{', '.join(texts)} at step {record.step or 0:,}"
 
 
 # the runs below a folder ----------------------------------------------------------------------
@@ -298,16 +298,16 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
 
 def _row(path: Path, top: Path) -> RunRow:
     run, name = Run(path), path.name if path == top else str(path.relative_to(top))
-    known: Any = {"name": name, "path": str(path), "age_seconds": run_age(path)}
+    facts: Any = {"name": name, "path": str(path), "age_seconds": run_age(path)}
     try:
         recipe, best, last = run.recipe, run.best, run.last
         if best is not None and last is not None:
-            known |= {"best_return": best.mean_return, "last_return": last.mean_return}
-            known["normalized_score"] = best.normalized_score
+            facts |= {"best_return": best.mean_return, "last_return": last.mean_return}
+            facts["normalized_score"] = best.normalized_score
         data = ", ".join(recipe.data.tasks or ()) or recipe.data.path or ""
-        return RunRow(**known, steps=run.steps, asked=recipe.train.steps, data=data)
+        return RunRow(**facts, steps=run.steps, asked=recipe.train.steps, data=data)
     except InputError as error:  # the others are listed
-        return RunRow(**known, error=error.message)
+        return RunRow(**facts, error=error.message)
 
 
 def run_age(path: Path) -> float:

@@ -74,9 +74,9 @@ class TensorBoard:
         self.told: dict[str, int] = {}
         board, last = EventAccumulator(str(folder), {"scalars": 0}), run.steps
         for tag in board.Reload().Tags()["scalars"]:
-            kind, shown = tag.partition("/")[0], (scalar.step for scalar in board.Scalars(tag))
-            steps = (step for step in shown if step <= last)  # later ones are hidden below
-            self.told[kind] = max([self.told.get(kind, 0), *steps])
+            series, stored = tag.partition("/")[0], (scalar.step for scalar in board.Scalars(tag))
+            steps = (step for step in stored if step <= last)  # later ones are hidden below
+            self.told[series] = max([self.told.get(series, 0), *steps])
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         newest = max((file.name for file in folder.glob("*.tfevents.*")), default="")
         self._file = AppendedFile(folder / max(name, f"{newest}.1"))  # clocks may go back
@@ -106,11 +106,11 @@ class Trackio:
         from trackio.sqlite_storage import SQLiteStorage
 
         name, config = f"{run.name}-{_run_id(run)}", run.recipe.to_dict()
-        own = {"auto_log_cpu": False, "auto_log_gpu": False, "embed": False}
+        options = {"auto_log_cpu": False, "auto_log_gpu": False, "embed": False}
         with redirect_stdout(StringIO()):  # our stdout is for results
             # In a context of its own, else it would end what another run has begun there.
             self._run = contextvars.copy_context().run(
-                lambda: trackio.init(project, name=name, config=config, resume="allow", **own)
+                lambda: trackio.init(project, name=name, config=config, resume="allow", **options)
             )
         rows = SQLiteStorage.get_logs(project, name, run_id=self._run.id)
         rows.sort(key=lambda row: row["step"])
@@ -140,17 +140,17 @@ class WandB:
             reinit="create_new",  # another run of this process goes on
             settings=wandb.Settings(console="off"),
         )
-        for kind in FILES:  # W&B's own steps must rise, but evaluations may come late
-            self._run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
-        self.told = {kind: self._run.summary.get(f"{kind}/step", 0) for kind in FILES}
+        for series in FILES:  # W&B's own steps must rise, but evaluations may come late
+            self._run.define_metric(f"{series}/*", step_metric=f"{series}/step")
+        self.told = {series: self._run.summary.get(f"{series}/step", 0) for series in FILES}
         if self._run.offline:  # it cannot go on there; so the newest one holds the whole run
             now = Path(self._run.dir).parent
-            for old in set(now.parent.glob("offline-run-*")) - {now}:
-                shutil.rmtree(old, ignore_errors=True)
+            for folder in set(now.parent.glob("offline-run-*")) - {now}:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def send(self, step: int, values: dict[str, float]) -> None:
-        kind = next(iter(values)).partition("/")[0]
-        self._run.log({f"{kind}/step": step, **values})
+        series = next(iter(values)).partition("/")[0]
+        self._run.log({f"{series}/step": step, **values})
 
     def close(self) -> None:
         self._run.finish()
@@ -167,17 +167,17 @@ class Tracking(Callback):
     def open(self, run: Run) -> None:
         """Open the tracker and send what it lacks of the run's files."""
         self._tracker = find_part(TRACKERS, self.name)(run, self._project)
-        for kind, (file, line) in FILES.items():
+        for series, (file, line) in FILES.items():
             for record in read_records(run.path / file):
                 line.model_validate(record)  # refuses what is no such line
                 note = self._failed.add if record.get("error") else self._failed.discard
-                note((kind, record["step"]))
-                self._show(kind, record["step"], record)
+                note((series, record["step"]))
+                self._show(series, record["step"], record)
 
-    def _show(self, kind: str, step: int, record: Mapping[str, Any]) -> None:
+    def _show(self, series: str, step: int, record: Mapping[str, Any]) -> None:
         """Send a line, but none of a step that a resumed run does again."""
-        values, tracker = _values(kind, record), self._tracker
-        sent = tracker.told.get(kind, 0) if tracker and (kind, step) not in self._failed else 0
+        values, tracker = _values(series, record), self._tracker
+        sent = tracker.told.get(series, 0) if tracker and (series, step) not in self._failed else 0
         if tracker is not None and values and step > sent:
             tracker.send(step, values)
 
@@ -202,9 +202,9 @@ class Tracking(Callback):
             act(*words)
         except (Exception, SystemExit) as error:
             self._tracker = None
-            what = f"{self.name} failed and is told no more ({first_line(error)})"
+            problem = f"{self.name} failed and is told no more ({first_line(error)})"
             later = f"`gear-offline sync {typed(run.path)} --tracker {self.name}` sends the rest"
-            say(f"warning: {what}; training goes on; {later}")
+            say(f"warning: {problem}; training goes on; {later}")
 
 
 def trackings(settings: TrainSettings) -> list[Tracking]:
@@ -240,9 +240,9 @@ def sync(
     >>> import gear_offline as go
     >>> go.sync("runs/tiny", "tensorboard")
     """
-    run, asked = open_run(run), {"train.trackers": tracker, "train.project": project}
-    named = {option: value for option, value in asked.items() if value is not None}
-    settings = load_recipe(run.recipe, named).train
+    run, options = open_run(run), {"train.trackers": tracker, "train.project": project}
+    changes = {option: value for option, value in options.items() if value is not None}
+    settings = load_recipe(run.recipe, changes).train
     if not settings.trackers:
         raise InputError("USAGE", "the recipe names no tracker", str(run.path), "give --tracker")
     check_trackers(settings.trackers)
@@ -253,10 +253,10 @@ def sync(
                 tracking.close()
 
 
-def _values(kind: str, record: Mapping[str, Any]) -> dict[str, float]:
+def _values(series: str, record: Mapping[str, Any]) -> dict[str, float]:
     """Name the numbers of a line; none of an evaluation that failed."""
     values = {name: value for name, value in record.items() if name != "step"}
-    if kind == "evaluate":
+    if series == "evaluate":
         tasks, values = record.get("tasks") or {}, {}
         for prefix, result in (("", record), *((f"{name}/", task) for name, task in tasks.items())):
             values[f"{prefix}return"] = result.get("return")
@@ -264,11 +264,11 @@ def _values(kind: str, record: Mapping[str, Any]) -> dict[str, float]:
             targets = result.get("targets", ())
             names = told_apart([target["target"] for target in targets])
             for target, name in zip(targets, names, strict=True):
-                asked = name.replace(",", "")
-                values[f"{prefix}return_{asked}"] = target.get("return")
-                values[f"{prefix}score_{asked}"] = target.get("normalized_score")
+                label = name.replace(",", "")
+                values[f"{prefix}return_{label}"] = target.get("return")
+                values[f"{prefix}score_{label}"] = target.get("normalized_score")
     numbers = {n: v for n, v in values.items() if type(v) in (int, float) and abs(v) < float("inf")}
-    return {f"{kind}/{name}": value for name, value in numbers.items()}
+    return {f"{series}/{name}": value for name, value in numbers.items()}
 
 
 def _run_id(run: Run) -> str:

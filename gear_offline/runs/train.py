@@ -91,7 +91,7 @@ def train(
     >>> sorted(path.name for path in (run.path / "checkpoints").iterdir())
     ['step-00000004']
     """
-    whole = load_recipe(recipe, with_value(overrides, "model.kind", model))
+    loaded = load_recipe(recipe, with_value(overrides, "model.kind", model))
     quiet = quiet or not is_first_process()
     from gear_offline.core.text import say
     from gear_offline.data.dataset.manifest import check_dataset
@@ -102,26 +102,26 @@ def train(
     from gear_offline.runs.run import Run
 
     callbacks = check_callbacks(callbacks)
-    path, start = run_and_start(recipe, whole, out, resume=resume, checkpoint=checkpoint)
-    past, steps = find_past(path, start), whole.train.steps
-    warmup = min((past.fill(whole) if past else whole).optimizer.warmup(steps), steps)
+    path, start = run_and_start(recipe, loaded, out, resume=resume, checkpoint=checkpoint)
+    past, steps = find_past(path, start), loaded.train.steps
+    warmup = min((past.fill(loaded) if past else loaded).optimizer.warmup(steps), steps)
     text = f"{steps:,} steps" + (f", the first {warmup:,} of them warm-up" if warmup else "")
-    say(f"{whole.name}: {text}; seed {whole.seed}", quiet=quiet)
+    say(f"{loaded.name}: {text}; seed {loaded.seed}", quiet=quiet)
     if is_first_process():
-        check_recipe(whole, where=f"recipe {whole.name}")
-        is_of_run = past is not None and past.recipe.data_paths == whole.data_paths
-        for data in (whole.data.tasks or {}).values() or [whole.data]:
+        check_recipe(loaded, where=f"recipe {loaded.name}")
+        is_of_run = past is not None and past.recipe.data_paths == loaded.data_paths
+        for data in (loaded.data.tasks or {}).values() or [loaded.data]:
             is_made = not is_of_run and (data.maker.source or data.maker.collect)
             if not (is_made or (data.path and is_there(data.path))):
                 raise no_data(data, is_of_run=is_of_run)
             if data.path and (not is_made or Path(data.path).is_file()):
                 check_dataset(data.path)
         if past is not None and (resume or start is not None):
-            past.check(past.fill(whole))
+            past.check(past.fill(loaded))
         check_place(path, resume=resume)  # last: what is typed wrong is told first
     from gear_offline.runs import loop  # loads torch
 
     trained = loop.train_run(
-        whole, path, resume=resume, start=start, callbacks=callbacks, quiet=quiet
+        loaded, path, resume=resume, start=start, callbacks=callbacks, quiet=quiet
     )
     return Run(trained)

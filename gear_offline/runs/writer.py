@@ -139,8 +139,8 @@ class RunWriter(Closing):
         if is_new:  # else its figures are of the process that did the steps
             summary, file = self._summary(), self._path / "summary.json"
             if not steps and before is not None and before.steps == learner.step:
-                known = json.loads(file.read_bytes())
-                summary |= {name: known[name] for name in SPEEDS if name in known}
+                earlier = json.loads(file.read_bytes())
+                summary |= {name: earlier[name] for name in SPEEDS if name in earlier}
             content = json.dumps(finite(summary), indent=2, allow_nan=False) + "\n"
             write_file(file, content.encode())
             stopped = learner.step < self._recipe.train.steps
