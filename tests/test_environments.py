@@ -18,12 +18,12 @@ from gear_offline.errors import InputError, UnavailableError
 from gear_offline.evaluation.collect.collection import collect
 from gear_offline.evaluation.environments import (
     describe,
+    explain_unregistered,
     is_atari,
-    known_of,
     make_environment,
+    pack_environment,
     probe,
     say_version,
-    unregistered,
     versioned_id,
 )
 from gear_offline.evaluation.rollout import Environments
@@ -94,16 +94,16 @@ def test_other_processes_learn_what_this_one_knows(monkeypatch: Patch) -> None:
     monkeypatch.setattr(parts, "_permission", parts.Permission())  # of tests before
     spec = EnvSpec("GearKnown-v0", "gymnasium.envs.classic_control:CartPoleEnv", kwargs={})
     monkeypatch.setitem(gymnasium.registry, spec.id, spec)
-    known = known_of("GearKnown-v0")
+    known = pack_environment("GearKnown-v0")
     monkeypatch.delitem(gymnasium.registry, spec.id)
-    assert known is not None and unregistered("GearKnown-v0")
+    assert known is not None and explain_unregistered("GearKnown-v0")
     known.learn()
     make_environment("GearKnown-v0").close()
     monkeypatch.setitem(
         gymnasium.registry, spec.id, EnvSpec(spec.id, lambda **_: TinyEnvironment())
     )
-    assert known_of("GearKnown-v0") is None, "it is made of what this process holds"
-    found = known_of("gymnasium:CartPole-v1")
+    assert pack_environment("GearKnown-v0") is None, "it is made of what this process holds"
+    found = pack_environment("gymnasium:CartPole-v1")
     assert found is not None and found.module == "gymnasium"
 
 
@@ -224,7 +224,7 @@ def test_without_ale_py_or_opencv_there_is_one_clear_error(monkeypatch: Patch) -
         patched.setitem(sys.modules, "ale_py", None)
         with pytest.raises(UnavailableError, match=r"gear-offline\[atari\]"):
             make_environment("ALE/Pong-v5")
-        assert unregistered("ALE/NoGame-v5") is None, "nobody can say"
+        assert explain_unregistered("ALE/NoGame-v5") is None, "nobody can say"
     pytest.importorskip("ale_py")
     missing = gymnasium.error.DependencyNotInstalled("opencv is not installed")
     monkeypatch.setattr(gymnasium.wrappers, "AtariPreprocessing", Mock(side_effect=missing))
@@ -234,7 +234,7 @@ def test_without_ale_py_or_opencv_there_is_one_clear_error(monkeypatch: Patch) -
 
 @needs_atari
 def test_games_are_preprocessed_as_usual() -> None:
-    assert unregistered("ALE/Pong-v5") is None and unregistered("ALE/NoGame-v5")
+    assert explain_unregistered("ALE/Pong-v5") is None and explain_unregistered("ALE/NoGame-v5")
     environment = make_environment("ALE/Pong-v5")
     facts = environment.facts
     assert (facts.observation_shape, facts.action_size) == ((84, 84), 6)

@@ -217,7 +217,7 @@ def test_on_a_gpu_trials_are_stacked(recipe: Recipe, tmp_path: Path, monkeypatch
     def together(work: Work) -> None:
         asked.append(work)
         for trial in work.trials:
-            work.moved(trial, 20)
+            work.note_steps(trial, 20)
             work.end(trial, GearError("MEMORY", "none") if trial.recipe.seed else None)
 
     monkeypatch.setattr(sweep_run, "train_stacks", together)
@@ -285,7 +285,7 @@ def test_one_value_is_a_plain_override_and_names_nothing() -> None:
     (trial,) = make_trials("paper", {"model.layers": [5]})
     assert trial.recipe.model.layers == 5
     assert (trial.name, dict(trial.settings), trial.label) == ("s0", {}, "paper")
-    (trial,) = make_trials("paper", {"model.layers": [5]}, named=["model.layers"])
+    (trial,) = make_trials("paper", {"model.layers": [5]}, naming=["model.layers"])
     assert (trial.name, dict(trial.settings)) == ("layers=5,s0", {"model.layers": 5})
 
 

@@ -131,9 +131,9 @@ def convert(
         options["where"] = " and ".join(f"({one})" for one in where) if where[1:] else where[0]
     go.convert(**options)
     from gear_offline.core.text import say
-    from gear_offline.evaluation.environments import unregistered
+    from gear_offline.evaluation.environments import explain_unregistered
 
-    if environment is not None and (problem := unregistered(environment)):
+    if environment is not None and (problem := explain_unregistered(environment)):
         say(f"warning: {problem}")
     show(out)
 

@@ -4,7 +4,7 @@ An id ``module:Name-v0`` imports a module, ``FILE.py:Name`` a file, which has an
 or registers one.  That needs the user's permission (`gear_offline.core.parts`): an id that only a
 run or a dataset names imports nothing.
 
-An environment is a stranger's code.  `guarded` calls it: whatever it raises is an ``ENVIRONMENT``
+An environment is a stranger's code.  `guard` calls it: whatever it raises is an ``ENVIRONMENT``
 error.  `Environment` refuses values that Gymnasium's interface does not have.
 
 Of a Dict or Tuple space an observation is a record: an array whose fields are the numeric leaves,
@@ -109,8 +109,8 @@ class EnvironmentFacts:
     @property
     def observations(self) -> dict[str, np.dtype[Any]]:
         """Type, with the shape, of each field of an observation; of one that has none ``""``."""
-        whole = np.dtype((self.observation_dtype, self.observation_shape))
-        fields: Any = self.observation_dtype.fields or {"": (whole,)}
+        dtype = np.dtype((self.observation_dtype, self.observation_shape))
+        fields: Any = self.observation_dtype.fields or {"": (dtype,)}
         return {name: field[0] for name, field in fields.items()}
 
     @property
@@ -126,7 +126,7 @@ class EnvironmentFacts:
         """Numbers in an action, or the number of discrete actions."""
         return self.choices or int(self.low.size)
 
-    def bounded(self, actions: Array) -> Array:
+    def clip_actions(self, actions: Array) -> Array:
         """Return actions (n, A) within the bounds, or (n,) choices, in the environment's dtype."""
         if self.discrete:
             return actions.astype(np.int64)
@@ -134,7 +134,7 @@ class EnvironmentFacts:
         bounded: Array = np.clip(actions.astype(self.action_dtype), self.low, self.high)
         return bounded
 
-    def shaped(self, action: Array) -> Any:
+    def shape_action(self, action: Array) -> Any:
         """Return one action as the environment takes it."""
         return int(action) if self.discrete else action.reshape(self.action_shape)
 
@@ -148,9 +148,7 @@ def finite_actions(actions: Array) -> Array:
     raise InputError("MODEL", problem, remedy=remedy)
 
 
-def guarded(
-    environment_id: str, problem: str, call: Callable[..., T], *words: Any, **how: Any
-) -> T:
+def guard(environment_id: str, problem: str, call: Callable[..., T], *words: Any, **how: Any) -> T:
     """Call an environment's code; tell what it raises with the lines of its own files."""
     try:
         return call(*words, **how)
@@ -175,7 +173,7 @@ class Environment(Closing):
         self, environment_id: str, raw: gymnasium.Env[Any, Any], columns: Mapping[str, str] = {}
     ) -> None:
         self.raw, self._id, self._is_open = raw, environment_id, True
-        self.facts = guarded(environment_id, "its spaces", describe, raw, environment_id, columns)
+        self.facts = guard(environment_id, "its spaces", describe, raw, environment_id, columns)
         modules = [type(layer).__module__ for layer in layers(raw)]
         is_seeded = all(module.startswith(SEEDED) for module in modules)
         self._draws: Any = nullcontext() if is_seeded else Draws()
@@ -185,11 +183,11 @@ class Environment(Closing):
     @property
     def metadata(self) -> Options:
         """Its facts about drawing: render modes, frames a second."""
-        return guarded(self._id, "its metadata", lambda: dict(self.raw.metadata or {}))
+        return guard(self._id, "its metadata", lambda: dict(self.raw.metadata or {}))
 
     def call(self, name: str, *words: Any, **how: Any) -> Any:
         with self._draws:
-            return guarded(self._id, f"{name}()", lambda: getattr(self.raw, name)(*words, **how))
+            return guard(self._id, f"{name}()", lambda: getattr(self.raw, name)(*words, **how))
 
     def reset(self, *, seed: int | None, options: Options | None = None) -> tuple[Array, Options]:
         """Begin an episode; return its first observation and info.
@@ -198,21 +196,21 @@ class Environment(Closing):
         """
         self._steps = 0
         if seed is not None:
-            guarded(self._id, "seeding its spaces", seed_spaces, self.raw, seed)
+            guard(self._id, "seeding its spaces", seed_spaces, self.raw, seed)
             if isinstance(self._draws, Draws):
                 self._draws.seed(seed)
         result = self.call("reset", seed=seed, options=options)
         if not isinstance(result, tuple) or len(result) != 2:
             raise self.misfit("what reset() gave", result, RESET)
-        seen, info = result
-        return self.observation("an observation", seen), self._info(info)
+        observation, info = result
+        return self.observation("an observation", observation), self._info(info)
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, Options]:
-        """Act as `EnvironmentFacts.bounded` gives it; the observation is a copy."""
-        result = self.call("step", self.facts.shaped(action.copy()))  # it may keep the action
+        """Act as `EnvironmentFacts.clip_actions` gives it; the observation is a copy."""
+        result = self.call("step", self.facts.shape_action(action.copy()))  # it may keep the action
         if not isinstance(result, tuple) or len(result) != 5:
             raise self.misfit("what step() gave", result, STEP)
-        seen, reward, terminated, truncated, info = result
+        observation, reward, terminated, truncated, info = result
         ends = self._flag("terminated", terminated), self._flag("truncated", truncated)
         self._steps += 1
         most = self.facts.step_limit or MOST_STEPS
@@ -221,35 +219,35 @@ class Environment(Closing):
             remedy = "end it in step(), or say after how many it is cut: "
             remedy += "environment_options={max_episode_steps: 20000}"
             raise InputError("ENVIRONMENT", problem, self._id, remedy)
-        seen = self.observation("an observation", seen, is_last=any(ends))
-        return seen, self.number("a reward", reward), *ends, self._info(info)
+        observation = self.observation("an observation", observation, is_last=any(ends))
+        return observation, self.number("a reward", reward), *ends, self._info(info)
 
     def observation(self, name: str, value: Any, *, is_last: bool = False) -> Array:
         """Return a copy of an observation; the last one, which nobody acts on, may be NaN."""
         record = np.zeros((), self.facts.observation_dtype)
         for field, (path, space) in self._leaves.items():
             try:
-                part = reduce(getitem, path, value)
+                leaf = reduce(getitem, path, value)
             except (KeyError, IndexError, TypeError) as error:
                 raise self.misfit(name, value, f"one that has {path}") from error
             if not path:
-                return self._leaf(name, part, space, is_last=is_last)
-            record[field] = self._leaf(f"{name} [{field}]", part, space, is_last=is_last)
+                return self._leaf(name, leaf, space, is_last=is_last)
+            record[field] = self._leaf(f"{name} [{field}]", leaf, space, is_last=is_last)
         return record
 
     def _leaf(self, name: str, value: Any, space: Any, *, is_last: bool) -> Array:
-        seen = raw = self._array(name, value, (space.shape,), "biuf", space)
+        array = raw = self._array(name, value, (space.shape,), "biuf", space)
         if space.dtype.kind != "f":
-            seen = raw.astype(space.dtype, copy=False)
-            if not np.array_equal(seen, raw):
+            array = raw.astype(space.dtype, copy=False)
+            if not np.array_equal(array, raw):
                 raise self.misfit(name, raw, space)
         if not isinstance(space, gymnasium.spaces.Box):
-            if not space.contains(seen):
+            if not space.contains(array):
                 raise self.misfit(name, raw, f"of {space}")
-            return np.asarray(gymnasium.spaces.flatten(space, seen), np.float32)
-        if seen.dtype.kind == "f" and not is_last and not np.isfinite(seen).all():
+            return np.asarray(gymnasium.spaces.flatten(space, array), np.float32)
+        if array.dtype.kind == "f" and not is_last and not np.isfinite(array).all():
             raise not_finite(name, self._id)
-        return seen
+        return array
 
     def number(self, name: str, value: Any) -> float:
         """Return a number, also that of an array of shape (1,)."""
@@ -283,23 +281,23 @@ class Environment(Closing):
             raise self.misfit("info", value, "a dict")
         return value
 
-    def _array(self, name: str, value: Any, shapes: Any, kinds: str, wanted: Any) -> Array:
+    def _array(self, name: str, value: Any, shapes: Any, kinds: str, expected: Any) -> Array:
         try:
             array = np.array(value)
         except Exception as error:  # a list of lists of several lengths
-            raise self.misfit(name, value, wanted) from error
+            raise self.misfit(name, value, expected) from error
         if array.shape not in shapes or array.dtype.kind not in kinds:
-            raise self.misfit(name, array if array.dtype.kind in "biuf" else value, wanted)
+            raise self.misfit(name, array if array.dtype.kind in "biuf" else value, expected)
         return array
 
-    def misfit(self, name: str, value: Any, wanted: Any) -> InputError:
+    def misfit(self, name: str, value: Any, expected: Any) -> InputError:
         """Return the error for a value that is not as it has to be: a text, or a space's."""
-        if not isinstance(wanted, str):  # made here: a text for each step takes as long as a check
-            wanted = f"{wanted.dtype} of shape {wanted.shape}"
-        kind = f"{len(value)} values" if isinstance(value, tuple) else type(value).__name__
+        if not isinstance(expected, str):  # made here: each step would make a text
+            expected = f"{expected.dtype} of shape {expected.shape}"
+        actual = f"{len(value)} values" if isinstance(value, tuple) else type(value).__name__
         if isinstance(value, np.ndarray):
-            kind = f"{value.dtype} of shape {value.shape}"
-        problem = f"{name} is {kind}, not {wanted}"
+            actual = f"{value.dtype} of shape {value.shape}"
+        problem = f"{name} is {actual}, not {expected}"
         return InputError("ENVIRONMENT", problem, self._id, "mend the environment, or wrap it")
 
     def close(self) -> None:
@@ -323,8 +321,8 @@ def layers(raw: gymnasium.Env[Any, Any]) -> Iterator[gymnasium.Env[Any, Any]]:
 def seed_spaces(raw: gymnasium.Env[Any, Any], seed: int) -> None:
     """Seed all spaces that an environment holds; those of its class become its own first."""
     *_, bare = layers(raw)
-    kind: Any = type(bare)
-    for name in _shared_spaces(kind):
+    home: Any = type(bare)
+    for name in _shared_spaces(home):
         if name not in vars(bare):
             setattr(bare, name, copy.deepcopy(getattr(bare, name)))
     for layer in layers(raw):
@@ -334,9 +332,10 @@ def seed_spaces(raw: gymnasium.Env[Any, Any], seed: int) -> None:
 
 
 @cache
-def _shared_spaces(kind: type) -> tuple[str, ...]:
+def _shared_spaces(environment: type) -> tuple[str, ...]:
     """Return the names of the spaces that a class of environments holds."""
-    return tuple(n for n in dir(kind) if isinstance(getattr_static(kind, n), gymnasium.Space))
+    names = dir(environment)
+    return tuple(n for n in names if isinstance(getattr_static(environment, n), gymnasium.Space))
 
 
 def not_finite(problem: str, environment_id: str) -> InputError:
@@ -354,13 +353,13 @@ def make_environment(
     spec: Any = name
     if colon and (is_admitted(environment_id) or module not in sys.modules):
         check_admitted(ENVIRONMENTS, environment_id)
-        own = maker_of(environment_id)
-        spec = EnvSpec(id=re.sub(r"\W", "_", name), entry_point=own) if own else name
+        maker = maker_of(environment_id)
+        spec = EnvSpec(id=re.sub(r"\W", "_", name), entry_point=maker) if maker else name
     _check_options(environment_id, options or {})
     how = {**(options or {}), **more}
     columns = how.pop("observation_columns", None) or {}
     with chdir("."), Draws():  # it may go elsewhere, where our paths lead nowhere
-        raw = guarded(environment_id, "making it", _make, environment_id, spec, how)
+        raw = guard(environment_id, "making it", _make, environment_id, spec, how)
     return Environment(environment_id, raw, columns)
 
 
@@ -372,18 +371,18 @@ def _check_options(environment_id: str, options: Options) -> None:
     readmit({name: digest_of(name)})  # as he typed them before
     if not is_admitted(name):
         text = shown_options(options)
-        what = f"a file alone names the options that it is made with, and {problem}"
+        problem = f"a file alone names the options that it is made with, and {problem}"
         remedy = f"if you trust them, type them: evaluate.environment_options={text} with train "
         remedy += "and sweep, else --environment-options; {} makes it without"
-        raise InputError("ENVIRONMENT", what, environment_id, remedy)
+        raise InputError("ENVIRONMENT", problem, environment_id, remedy)
 
 
 def maker_of(name: str) -> Any:
     """Return the class or function that a part names; None of an id that its file registers."""
     if not is_importable(name):
         return find_part(ENVIRONMENTS, name)
-    own = getattr(part_module(ENVIRONMENTS, name), name.rpartition(":")[2], None)
-    return own if callable(own) else None
+    maker = getattr(part_module(ENVIRONMENTS, name), name.rpartition(":")[2], None)
+    return maker if callable(maker) else None
 
 
 def _make(
@@ -400,7 +399,7 @@ def _make(
             wrappers = options.pop("additional_wrappers", None) or ()
             raw: gymnasium.Env[Any, Any] = make(name, **{"disable_env_checker": True, **options})
             for wrapper in wrappers:
-                raw = _wrapped(raw, environment_id, **wrapper)
+                raw = _wrap(raw, environment_id, **wrapper)
             return raw
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
         problem = f"the simulator of {environment_id} is not usable: {first_line(error)}"
@@ -416,7 +415,7 @@ def _make(
         raise InputError("ENVIRONMENT", problem, remedy=remedy) from error
 
 
-def _wrapped(
+def _wrap(
     environment: gymnasium.Env[Any, Any],
     environment_id: str,
     *,
@@ -425,28 +424,28 @@ def _wrapped(
     kwargs: dict[str, Any] | None,
 ) -> gymnasium.Env[Any, Any]:
     """Wrap an environment as a spec says; that may be a stranger's, and imports nothing."""
-    module, _, own = entry_point.partition(":")
+    module, _, class_name = entry_point.partition(":")
     home = (
         gymnasium.wrappers if module.startswith("gymnasium.wrappers") else sys.modules.get(module)
     )
     is_known = home is gymnasium.wrappers or admits_module(module)
-    kind: Any = getattr(home, own, None) if is_known else None
-    is_wrapper = isinstance(kind, type) and issubclass(kind, gymnasium.Wrapper)
-    if kwargs is None or not is_wrapper or own.startswith("Record"):  # these write files
+    wrapper: Any = getattr(home, class_name, None) if is_known else None
+    is_wrapper = isinstance(wrapper, type) and issubclass(wrapper, gymnasium.Wrapper)
+    if kwargs is None or not is_wrapper or class_name.startswith("Record"):  # these write files
         problem = f"its wrapper {name} ({entry_point}) cannot be made anew"
         remedy = "name an environment that has it, or none of what the data say: "
         raise InputError(
             "ENVIRONMENT", problem, environment_id, f"{remedy}environment_options={{}}"
         )
-    wrapped: gymnasium.Env[Any, Any] = kind(environment, **kwargs)
+    wrapped: gymnasium.Env[Any, Any] = wrapper(environment, **kwargs)
     return wrapped
 
 
-def say_left_out(options: Options | None, known: Options | None, *, quiet: bool = False) -> None:
-    """Name the `known` options of an environment that other, given ones leave out."""
-    left = {key: value for key, value in (known or {}).items() if options and key not in options}
-    if left:
-        text = ", ".join(f"{key}={value}" for key, value in left.items())
+def say_left_out(options: Options | None, recorded: Options | None, *, quiet: bool = False) -> None:
+    """Name the `recorded` options of an environment that other, given ones leave out."""
+    omitted = [key for key in recorded or () if options and key not in options]
+    if recorded and omitted:
+        text = ", ".join(f"{key}={recorded[key]}" for key in omitted)
         say(f"environment_options take the place of the data's, {text} among them", quiet=quiet)
 
 
@@ -455,25 +454,25 @@ def leaves(space: Any, columns: Mapping[str, str]) -> dict[str, tuple[tuple[Any,
     spaces, kinds = gymnasium.spaces, dict[str, tuple[Any, Any]]()
     waiting: list[tuple[tuple[Any, ...], Any]] = [((), space)]
     while waiting:
-        keys, part = waiting.pop(0)
-        if isinstance(part, spaces.Dict | spaces.Tuple):
-            inner = part.spaces.items() if isinstance(part, spaces.Dict) else enumerate(part.spaces)
+        keys, node = waiting.pop(0)
+        if isinstance(node, spaces.Dict | spaces.Tuple):
+            inner = node.spaces.items() if isinstance(node, spaces.Dict) else enumerate(node.spaces)
             waiting += [((*keys, key), below) for key, below in inner]
-        elif isinstance(part, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary) or (
-            isinstance(part, spaces.Box) and part.dtype.kind in "biuf"
+        elif isinstance(node, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary) or (
+            isinstance(node, spaces.Box) and node.dtype.kind in "biuf"
         ):
-            kinds["/".join(map(str, keys))] = keys, part
-    named = {columns.get(name, name): leaf for name, leaf in kinds.items()}
-    if columns.keys() - kinds.keys() or len(named) < len(kinds):
+            kinds["/".join(map(str, keys))] = keys, node
+    by_column = {columns.get(name, name): leaf for name, leaf in kinds.items()}
+    if columns.keys() - kinds.keys() or len(by_column) < len(kinds):
         problem, remedy = (
             f"observation_columns are {dict(columns)}",
             f"name {', '.join(kinds)} once",
         )
         raise InputError("ENVIRONMENT", problem, "environment_options", remedy)
-    return named
+    return by_column
 
 
-def _observed(keys: tuple[Any, ...], space: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
+def _describe_leaf(keys: tuple[Any, ...], space: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
     """Return type and shape of an observation of a leaf: of choices a one-hot vector."""
     if not isinstance(space, gymnasium.spaces.Box):
         return np.dtype(np.float32), (gymnasium.spaces.flatdim(space),)
@@ -485,16 +484,16 @@ def describe(
     environment: gymnasium.Env[Any, Any], environment_id: str, columns: Mapping[str, str] = {}
 ) -> EnvironmentFacts:
     """Return the facts of an environment that has been made; refuse spaces we cannot play in."""
-    seen, acted, spec = environment.observation_space, environment.action_space, environment.spec
-    problem = ""
-    kinds = [(name, *_observed(*leaf)) for name, leaf in leaves(seen, columns).items()]
+    observations, actions = environment.observation_space, environment.action_space
+    spec, problem = environment.spec, ""
+    kinds = [(name, *_describe_leaf(*leaf)) for name, leaf in leaves(observations, columns).items()]
     if not kinds:
-        problem = f"observations {seen} have no numbers"
-    elif isinstance(acted, gymnasium.spaces.Discrete):
-        if int(acted.start) != 0:  # a model's first choice is 0
-            problem = f"actions {acted} do not start at 0"
-    elif not isinstance(acted, gymnasium.spaces.Box) or acted.dtype.kind != "f":
-        problem = f"actions {acted} are neither Discrete nor a Box of floats"
+        problem = f"observations {observations} have no numbers"
+    elif isinstance(actions, gymnasium.spaces.Discrete):
+        if int(actions.start) != 0:  # a model's first choice is 0
+            problem = f"actions {actions} do not start at 0"
+    elif not isinstance(actions, gymnasium.spaces.Box) or actions.dtype.kind != "f":
+        problem = f"actions {actions} are neither Discrete nor a Box of floats"
     remedy = "wrap the environment in one with such spaces"
     for layer in layers(environment):
         if getattr(layer, "update_running_mean", False):  # episodes would change later ones
@@ -508,11 +507,11 @@ def describe(
         environment_id=versioned_id(environment_id),
         observation_shape=observed.shape,
         observation_dtype=observed.base,
-        choices=int(getattr(acted, "n", 0)),
-        action_shape=tuple(acted.shape or ()),
-        action_dtype=np.dtype(acted.dtype),
-        low=np.asarray(getattr(acted, "low", none)).reshape(-1),
-        high=np.asarray(getattr(acted, "high", none)).reshape(-1),
+        choices=int(getattr(actions, "n", 0)),
+        action_shape=tuple(actions.shape or ()),
+        action_dtype=np.dtype(actions.dtype),
+        low=np.asarray(getattr(actions, "low", none)).reshape(-1),
+        high=np.asarray(getattr(actions, "high", none)).reshape(-1),
         step_limit=max(0, (spec.max_episode_steps if spec is not None else None) or 0),
         tasks=len(getattr(environment.unwrapped, "task_infos", ())),
     )
@@ -523,11 +522,11 @@ PROBED = ContextVar[dict[str, EnvironmentFacts]]("PROBED")  # while many runs ar
 
 def probe(environment_id: str, options: Options | None = None) -> EnvironmentFacts:
     """Make an environment, describe it, close it."""
-    known, key = PROBED.get({}), repr((environment_id, options))
-    if key not in known:
+    facts, key = PROBED.get({}), repr((environment_id, options))
+    if key not in facts:
         with make_environment(environment_id, options) as environment:
-            known[key] = environment.facts
-    return known[key]
+            facts[key] = environment.facts
+    return facts[key]
 
 
 def weigh(environment_id: str, options: Options | None = None) -> int:
@@ -552,7 +551,7 @@ def is_atari(environment_id: str) -> bool:
     return environment_id.startswith("ALE/")
 
 
-def unregistered(name: str) -> str | None:
+def explain_unregistered(name: str) -> str | None:
     """Return the words of Gymnasium about a `name` that it does not know.
 
     Nothing is known of an id that names a module to import, nor of Atari without its package.
@@ -571,11 +570,11 @@ def unregistered(name: str) -> str | None:
 
 def versioned_id(name: str) -> str:
     """Return the id of the newest version here for a name without one; others as they are."""
-    module, colon, known = name.rpartition(":")
+    module, colon, local_id = name.rpartition(":")
     if is_admitted(name) and maker_of(name):
         return name
     try:
-        space, bare, version = parse_env_id(known)
+        space, bare, version = parse_env_id(local_id)
     except gymnasium.error.Error:  # malformed
         return name
     newest = find_highest_version(space, bare) if version is None else None
@@ -584,17 +583,17 @@ def versioned_id(name: str) -> str:
 
 def say_version(name: str, *, quiet: bool = False) -> None:
     """Say the version that is taken of an environment named without one."""
-    if (taken := versioned_id(name)) != name:
-        shown = taken.rpartition(":")[2]
-        say(f"{name} names no version: the newest one here is taken, {shown}", quiet=quiet)
+    if (newest := versioned_id(name)) != name:
+        short_id = newest.rpartition(":")[2]
+        say(f"{name} names no version: the newest one here is taken, {short_id}", quiet=quiet)
 
 
 # in other processes --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Known:
-    """An environment for another process: id, options, and a module or spec that it must learn."""
+class Pack:
+    """An environment packed for another process: id, options, a module or spec to learn."""
 
     environment_id: str
     options: str = "{}"  # JSON
@@ -615,19 +614,19 @@ class Known:
         return make_environment(self.environment_id, json.loads(self.options))
 
 
-def known_of(environment_id: str, options: Options | None = None) -> Known | None:
-    """Describe an environment for another process; None if only this one can make it."""
+def pack_environment(environment_id: str, options: Options | None = None) -> Pack | None:
+    """Pack an environment for another process; None if only this one can make it."""
     if not is_importable(environment_id):
         return None
     module, _, name = environment_id.rpartition(":")
     if is_admitted(environment_id):  # as other processes hear, too
-        return Known(environment_id, json.dumps(options or {}))
+        return Pack(environment_id, json.dumps(options or {}))
     spec, how = gymnasium.registry.get(name), json.dumps(options or {})
     if module or spec is None or is_atari(name):  # the error of making it is the same everywhere
-        return Known(environment_id, how, module if module in sys.modules else "")
+        return Pack(environment_id, how, module if module in sys.modules else "")
     try:
         is_text = isinstance(spec.entry_point, str)
-        return Known(environment_id, how, spec=spec.to_json()) if is_text else None
+        return Pack(environment_id, how, spec=spec.to_json()) if is_text else None
     except (TypeError, ValueError):  # options that are no JSON
         return None
 

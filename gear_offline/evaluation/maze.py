@@ -43,7 +43,7 @@ PIXELS = 24  # of a cell
 WALL, FLOOR, GOAL, POINT = (90, 90, 90), (245, 245, 245), (46, 160, 67), (9, 105, 218)
 
 Cell = tuple[int, int]
-OPEN = np.array([[place == "." for place in row] for row in WALLS])
+OPEN = np.array([[letter == "." for letter in row] for row in WALLS])
 CELLS: tuple[Cell, ...] = tuple((int(row), int(column)) for row, column in np.argwhere(OPEN))
 
 
@@ -73,12 +73,12 @@ class Maze(gymnasium.Env[npt.NDArray[np.float32], npt.NDArray[np.float32]]):
         task, self._goal = (options or {}).get("task_id"), None
         if task is None:
             self._point = self._about(CELLS[self.np_random.integers(len(CELLS))])
-            return self._seen(), {}
+            return self._observe(), {}
         if not 1 <= task <= len(TASKS):
             raise ValueError(f"tasks are 1 to {len(TASKS)}, got {task}")
         start, goal = TASKS[task - 1]
         self._point, self._goal = self._about(start), self._about(goal)
-        return self._seen(), {"goal": self._goal.astype(np.float32)}
+        return self._observe(), {"goal": self._goal.astype(np.float32)}
 
     def step(
         self, action: npt.NDArray[np.float32]
@@ -90,16 +90,16 @@ class Maze(gymnasium.Env[npt.NDArray[np.float32], npt.NDArray[np.float32]]):
             if OPEN[cell_of(moved)]:
                 self._point = moved
         success = self._goal is not None and bool(np.linalg.norm(self._point - self._goal) <= NEAR)
-        return self._seen(), float(success), success, False, {"success": float(success)}
+        return self._observe(), float(success), success, False, {"success": float(success)}
 
     def render(self) -> npt.NDArray[np.uint8]:
         """Return a picture (h, w, 3): the point, and the goal where there is one."""
         picture = np.where(OPEN[..., None], FLOOR, WALL).astype(np.uint8)
         picture = picture.repeat(PIXELS, 0).repeat(PIXELS, 1)
         places = (np.indices(picture.shape[:2]) + 0.5) / PIXELS - 0.5
-        for place, colour in ((self._goal, GOAL), (self._point, POINT)):
-            if place is not None:
-                away = np.hypot(*(places - place[:, None, None]))
+        for centre, colour in ((self._goal, GOAL), (self._point, POINT)):
+            if centre is not None:
+                away = np.hypot(*(places - centre[:, None, None]))
                 picture[away < 0.3] = colour
         return picture
 
@@ -110,7 +110,7 @@ class Maze(gymnasium.Env[npt.NDArray[np.float32], npt.NDArray[np.float32]]):
     def _about(self, cell: Cell) -> Float64Array:
         return np.array(cell) + self.np_random.uniform(-SPREAD, SPREAD, 2)
 
-    def _seen(self) -> npt.NDArray[np.float32]:
+    def _observe(self) -> npt.NDArray[np.float32]:
         return self._point.astype(np.float32)
 
 

@@ -33,8 +33,14 @@ from gear_offline.core.workers import Caller
 from gear_offline.data.dataset.schema import channels_last, match_columns
 from gear_offline.data.dataset.scores import ReferenceScores, find_scores, known_scores
 from gear_offline.errors import GearError, InputError
-from gear_offline.evaluation.environments import EnvironmentFacts, Known, Options, known_of, weigh
-from gear_offline.evaluation.rollout import ActingPolicy, Environments, play_together, seeded, turns
+from gear_offline.evaluation.environments import (
+    EnvironmentFacts,
+    Options,
+    Pack,
+    pack_environment,
+    weigh,
+)
+from gear_offline.evaluation.rollout import ActingPolicy, Environments, play_together, reseed, turns
 from gear_offline.models.base import ModelSizes, ModelTask, SequenceModel
 from gear_offline.models.encoders import InputColumn
 from gear_offline.models.policy import Policy
@@ -74,7 +80,7 @@ class EvaluationTask:
         """The same for settled tasks that can be played side by side."""
         return repr((self.environment, self.environment_options, self.goals, self.slots))
 
-    def settled(self, device: str = "cpu") -> EvaluationTask:
+    def settle(self, device: str = "cpu") -> EvaluationTask:
         """Return it with a number of environments; refuse to play nothing, ``USAGE``."""
         for name, least in (("episodes", 1), ("environments", 0), ("seed", 0)):
             value = getattr(self, name)
@@ -128,7 +134,7 @@ def play_tasks(
         torch.manual_seed(tasks[0].seed)  # a policy may draw on a GPU
         report = evaluate_tasks(
             lambda task: trained.policy(task.name or None, device),
-            [task.settled(device) for task in tasks],
+            [task.settle(device) for task in tasks],
             cores=cores,
             quiet=quiet,
         )
@@ -178,17 +184,17 @@ class Stage(Closing):
 
     def environments(self, task: EvaluationTask, policies: int) -> Environments:
         """Return environments for so many policies at least, each with the slots of a task."""
-        kept = self._made.get(task.kind)
-        if kept is None or len(kept.slots) < task.slots * policies:
+        environments = self._made.get(task.kind)
+        if environments is None or len(environments.slots) < task.slots * policies:
             self.drop(task)
             episodes, slots = task.episodes * len(task.targets) * policies, task.slots * policies
             how: dict[str, Any] = {"goals": task.goals, "options": task.environment_options}
             how |= {"episodes": episodes, "cores": self._cores}
-            self._made[task.kind] = kept = Environments(task.environment, slots, **how)
+            self._made[task.kind] = environments = Environments(task.environment, slots, **how)
         if self.is_closed:  # meanwhile
             self.drop(task)
             raise GearError("INTERRUPTED", "the environments are closed")
-        return kept
+        return environments
 
     def drop(self, task: EvaluationTask) -> None:
         """Close the environments of a task."""
@@ -211,28 +217,28 @@ def evaluate_together(
     error.
     """
     began, alike = time.perf_counter(), dict[str, list[_TaskPlay]]()
-    parts = [[_TaskPlay.of(policy_of, task) for task in tasks] for policy_of, tasks in evaluations]
-    for part in chain.from_iterable(parts):
-        alike.setdefault(part.task.kind, []).append(part)
-    for same in alike.values():
-        task = same[0].task
+    by_policy = [[_TaskPlay.of(policy, task) for task in tasks] for policy, tasks in evaluations]
+    for play in chain.from_iterable(by_policy):
+        alike.setdefault(play.task.kind, []).append(play)
+    for group in alike.values():
+        task = group[0].task
         if (room := stage.room(task)) < task.slots:
             most = max(1, room // len(task.targets))
             count = count_text(most * len(task.targets), "environment")
             say(f"{task.environment}: memory has room for {count} at once", quiet=quiet)
-            for part in same:
-                part.task = replace(part.task, environments=most)
-        portions = -(-len(same) // max(1, min(MOST_ENVIRONMENTS, room) // same[0].task.slots))
+            for play in group:
+                play.task = replace(play.task, environments=most)
+        portions = -(-len(group) // max(1, min(MOST_ENVIRONMENTS, room) // group[0].task.slots))
         for number in range(portions):
-            _play(same[number::portions], stage, quiet)
+            _play(group[number::portions], stage, quiet)
         if not stage.keep:
-            stage.drop(same[0].task)
-    known = versions("gear-offline", "gymnasium", "mujoco", "torch", "numpy")
+            stage.drop(group[0].task)
+    software = versions("gear-offline", "gymnasium", "mujoco", "torch", "numpy")
     reports: list[EvaluationReport | Exception] = []
-    for own in parts:
+    for plays in by_policy:
         try:
-            results = {part.task.name: part.result() for part in own}
-            reports.append(_report(results, versions=known, seconds=time.perf_counter() - began))
+            results = {play.task.name: play.result() for play in plays}
+            reports.append(_report(results, versions=software, seconds=time.perf_counter() - began))
         except Exception as error:
             reports.append(error)
     return reports
@@ -244,13 +250,13 @@ class _TaskPlay:
 
     policy_of: Callable[[EvaluationTask], ActingPolicy]
     task: EvaluationTask
-    asked: TaskResult
+    header: TaskResult
     played: Sequence[TargetResult] | Exception = ()
 
     @classmethod
     def of(cls, policy_of: Callable[[EvaluationTask], ActingPolicy], task: EvaluationTask) -> Self:
-        task, (worst, best) = task.settled(), task.data_returns or (None, None)
-        asked = TaskResult(
+        task, (worst, best) = task.settle(), task.data_returns or (None, None)
+        header = TaskResult(
             environment=task.environment,
             environment_options=dict(task.environment_options),
             reference=resolve_reference(task.environment, task.reference),
@@ -259,13 +265,13 @@ class _TaskPlay:
             seed=task.seed,
             goals=task.goals,
         )
-        return cls(policy_of, task, asked)
+        return cls(policy_of, task, header)
 
     def result(self) -> TaskResult:
         if isinstance(self.played, Exception):
             raise self.played
-        asked = self.asked.model_copy(update={"environments": self.task.environments})
-        return asked.with_targets(self.played)
+        header = self.header.model_copy(update={"environments": self.task.environments})
+        return header.with_targets(self.played)
 
     def turns(
         self, environments: Environments, number: int, quiet: bool, **options: Any
@@ -302,35 +308,35 @@ class _TaskPlay:
         ]
 
 
-def _play(parts: Sequence[_TaskPlay], stage: Stage, quiet: bool) -> None:
+def _play(plays: Sequence[_TaskPlay], stage: Stage, quiet: bool) -> None:
     """Play parts of one kind; where their environments fail, each alone."""
-    task, total = parts[0].task, sum(part.task.episodes * len(part.task.targets) for part in parts)
+    task, total = plays[0].task, sum(play.task.episodes * len(play.task.targets) for play in plays)
     title = f"evaluate {task.environment}"
     try:
-        place = stage.environments(task, len(parts))
+        environments = stage.environments(task, len(plays))
         with Draws(), Progress(title, total=total, unit="episodes", quiet=quiet) as progress:
             how: dict[str, Any] = {"quiet": quiet, "on_episode": progress.advance}
             playing = [
-                seeded(part.turns(place, number, **how), part.task.seed)
-                for number, part in enumerate(parts)
+                reseed(play.turns(environments, number, **how), play.task.seed)
+                for number, play in enumerate(plays)
             ]
-            for part, played in zip(parts, play_together(place, playing), strict=True):
-                part.played = played
+            for play, played in zip(plays, play_together(environments, playing), strict=True):
+                play.played = played
     except Exception as error:
         stage.drop(task)
-        for part in parts:
-            if len(parts) == 1 or stage.is_closed:
-                part.played = error
+        for play in plays:
+            if len(plays) == 1 or stage.is_closed:
+                play.played = error
             else:
-                _play([part], stage, quiet)
+                _play([play], stage, quiet)
 
 
 def _report(results: Mapping[str, TaskResult], *, seconds: float, **facts: Any) -> EvaluationReport:
     """Return the report of tasks by name, where a policy of one has none, and of other `facts`."""
     facts["seconds"] = round(seconds, 3)
     if "" in results:
-        known = {name: getattr(results[""], name) for name in TaskResult.model_fields}
-        return EvaluationReport(**known, **facts)
+        result = {name: getattr(results[""], name) for name in TaskResult.model_fields}
+        return EvaluationReport(**result, **facts)
     scores = [task.normalized_score for task in results.values()]
     scored = [score for score in scores if score is not None]
     returns = [task.mean_return for task in results.values()]
@@ -350,8 +356,8 @@ def timestep_warning(report: EvaluationReport, model: SequenceModel) -> str | No
     longer = sum(n > most for n in lengths)
     if not longer or not model.sees_timesteps:
         return None
-    what = f"{longer:,} of {count_text(len(lengths), 'episode')} outlasted model.max_timestep"
-    return f"{what}: the model was shown each step after {most:,} as that one"
+    finding = f"{longer:,} of {count_text(len(lengths), 'episode')} outlasted model.max_timestep"
+    return f"{finding}: the model was shown each step after {most:,} as that one"
 
 
 def resolve_reference(
@@ -362,16 +368,16 @@ def resolve_reference(
     A dataset's name (``hopper-medium-v2``) may give the pair, but whether the result can be
     called a D4RL score depends on the environment that was played; Gymnasium's are not D4RL's.
     """
-    own = find_scores(environment_id)
+    native = find_scores(environment_id)
     if reference is None:
-        return own
+        return native
     if isinstance(reference, tuple):
         return ReferenceScores(name="two returns", minimum=reference[0], maximum=reference[1])
     scores = known_scores(reference) if isinstance(reference, str) else reference
-    exact = own is not None and not own.indicative
+    exact = native is not None and not native.indicative
     if exact or scores.indicative:
         return scores
-    note = own.note if own is not None else FOREIGN
+    note = native.note if native is not None else FOREIGN
     return scores.model_copy(update={"indicative": True, "note": note})
 
 
@@ -402,49 +408,49 @@ def check_sizes(
     matched = {names[0]: ""} if "" in has else match_columns(tuple(names), tuple(has))
     remedy = "name the environment that the data came from" + otherwise
     if missing := [column for column in names if column not in matched]:
-        shown = (f"{leaf or 'one'} {kind.base} {kind.shape}" for leaf, kind in has.items())
-        problem = f"{name} observes {', '.join(shown)}: none is {', '.join(missing)} of {whose}"
+        texts = (f"{leaf or 'one'} {dtype.base} {dtype.shape}" for leaf, dtype in has.items())
+        problem = f"{name} observes {', '.join(texts)}: none is {', '.join(missing)} of {whose}"
         if "" not in has:
             option = f"{{observation_columns: {{NAME: {missing[0]}}}}}"
             remedy = f"say which it is, in environment_options: {option}"
         raise InputError("ENVIRONMENT", problem, "evaluate.environment", remedy)
-    played, wanted = list[InputColumn](), sizes.columns
-    for column, own in zip(names, wanted, strict=True):
-        kind = has[matched[column]]
-        seen: dict[str, Any] = {"shape": (math.prod(kind.shape),)}
-        if own.frames:
-            is_same = channels_last(kind.shape) == channels_last(own.shape)
-            frames = "uint8" if kind.base == np.uint8 else "float32"
-            seen = {"shape": own.shape if is_same else kind.shape, "frames": frames}
-        played.append(own.model_copy(update=seen))
+    played, columns = list[InputColumn](), sizes.columns
+    for label, column in zip(names, columns, strict=True):
+        dtype = has[matched[label]]
+        changes: dict[str, Any] = {"shape": (math.prod(dtype.shape),)}
+        if column.frames:
+            is_same = channels_last(dtype.shape) == channels_last(column.shape)
+            frames = "uint8" if dtype.base == np.uint8 else "float32"
+            changes = {"shape": column.shape if is_same else dtype.shape, "frames": frames}
+        played.append(column.model_copy(update=changes))
     actions = (environment.action_size, environment.discrete)
-    if (tuple(played), actions) != (wanted, (sizes.action_dim, sizes.discrete)):
+    if (tuple(played), actions) != (columns, (sizes.action_dim, sizes.discrete)):
         problem = f"{name} has {_sizes_text(played, *actions)}, {whose} "
-        problem += _sizes_text(wanted, sizes.action_dim, sizes.discrete)
-        if any(own.size == 1 < seen.size for own, seen in zip(wanted, played, strict=True)):
+        problem += _sizes_text(columns, sizes.action_dim, sizes.discrete)
+        if any(c.size == 1 < p.size for c, p in zip(columns, played, strict=True)):
             remedy = "make one-hot vectors of numbers of choices (convert --map), or " + remedy
         raise InputError("ENVIRONMENT", problem, "evaluate.environment", remedy)
-    renamed = [f"{new} is {old}" for new, old in matched.items() if old not in ("", new)]
+    renamed = [f"{label} is {leaf}" for label, leaf in matched.items() if leaf not in ("", label)]
     say(f"observations of {name}: {', '.join(renamed)}", quiet=quiet or not renamed)
 
 
 def _sizes_text(columns: Sequence[InputColumn], actions: int, discrete: bool) -> str:
-    seen = ", ".join(column.text for column in columns)
-    return f"{seen} and {count_text(actions, 'discrete action' if discrete else 'action value')}"
+    texts = ", ".join(column.text for column in columns)
+    return f"{texts} and {count_text(actions, 'discrete action' if discrete else 'action value')}"
 
 
 # elsewhere: in a worker process ----------------------------------------------------------------
 
 
-def known_to(tasks: Sequence[EvaluationTask]) -> list[Known]:
-    """Describe the environments of `tasks` for another process, which learns them first."""
+def pack_environments(tasks: Sequence[EvaluationTask]) -> list[Pack]:
+    """Pack the environments of `tasks` for another process, which learns them first."""
     names = ((task.environment, task.environment_options) for task in tasks)
-    return [known_of(name, options) or Known(name) for name, options in names]
+    return [pack_environment(name, options) or Pack(name) for name, options in names]
 
 
 def play_job(
     caller: Caller,
-    environments: Sequence[Known],
+    environments: Sequence[Pack],
     checkpoint: Path,
     tasks: Sequence[EvaluationTask],
     device: str,
@@ -452,7 +458,7 @@ def play_job(
     cores: int | None,
 ) -> EvaluationReport:
     """Read a checkpoint and play it: a job, with `threads` of torch."""
-    for known in environments:
-        known.learn()
+    for pack in environments:
+        pack.learn()
     with torch_threads(threads):
         return play_tasks(find_trained(checkpoint), tasks, device, cores=cores)

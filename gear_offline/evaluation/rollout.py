@@ -32,11 +32,11 @@ from gear_offline.evaluation.environments import (
     MOST_STEPS,
     Environment,
     EnvironmentFacts,
-    Known,
     Options,
+    Pack,
     finite_actions,
-    known_of,
     make_environment,
+    pack_environment,
 )
 
 STEPS_FOR_WORKERS = 20_000  # fewer take no longer than workers take to start
@@ -104,14 +104,14 @@ class Environments(Closing):
 
             self._made = [make()]  # slot -> environment; one to look at
             self.facts = self._made[0].facts
-            known, record = known_of(environment_id, options), _record(self.facts, goals)
+            pack, record = pack_environment(environment_id, options), _record(self.facts, goals)
             if processes is None:
                 steps = episodes * (self.facts.step_limit or MOST_STEPS)
                 few = cores is None and steps < STEPS_FOR_WORKERS
                 paying = min(cores or usable_cores(), -(-count // SLOTS_OF_A_WORKER))
                 processes = 1 if few else paying
             processes = min(processes, count)
-            if known is None or (processes == 1 and cores in (None, 1)):
+            if pack is None or (processes == 1 and cores in (None, 1)):
                 self._made += [make() for _ in range(count - 1)]
                 self.slots = np.zeros(count, record)
             else:
@@ -124,8 +124,8 @@ class Environments(Closing):
                 self._worker_of = np.arange(count) * processes // count
                 for number in range(processes):
                     worker = stack.enter_context(Worker())
-                    own = np.flatnonzero(self._worker_of == number)
-                    worker.start(f"{__name__}:step_in_worker", known, goals, path, count, own)
+                    numbers = np.flatnonzero(self._worker_of == number)
+                    worker.start(f"{__name__}:step_in_worker", pack, goals, path, count, numbers)
                     self._workers.append(worker)
             self._stack = stack.pop_all()
 
@@ -147,18 +147,19 @@ class Environments(Closing):
 
 def _record(facts: EnvironmentFacts, goals: bool) -> np.dtype[Any]:
     # Numbers are float64, as most simulators give them; bytes, choices and records as they are.
-    seen = np.dtype(np.float64) if facts.observation_dtype.kind == "f" else facts.observation_dtype
+    is_float = facts.observation_dtype.kind == "f"
+    observed = np.dtype(np.float64) if is_float else facts.observation_dtype
     action: Any = np.int64 if facts.discrete else (facts.action_dtype, facts.low.size)
     return np.dtype(
         [
             ("todo", np.uint8),
             ("seed", np.int64),
             ("action", action),
-            ("observation", seen, facts.observation_shape),
+            ("observation", observed, facts.observation_shape),
             ("reward", np.float64),
             ("terminated", np.bool_),
             ("truncated", np.bool_),
-            *([("task", np.int64), ("goal", seen, facts.observation_shape)] if goals else []),
+            *([("task", np.int64), ("goal", observed, facts.observation_shape)] if goals else []),
         ],
         align=True,
     )
@@ -181,23 +182,23 @@ def _work(
             if goals:
                 slots["goal"][slot] = environment.goal_fact(info, "goal")
         elif todo[slot] == TO_STEP:
-            seen, reward, ended, cut, info = environment.step(actions[slot])
-            observations[slot] = seen
+            observation, reward, ended, cut, info = environment.step(actions[slot])
+            observations[slot] = observation
             slots["reward"][slot] = environment.goal_fact(info, "success") if goals else reward
             slots["terminated"][slot], slots["truncated"][slot] = ended, cut
 
 
 def step_in_worker(
-    caller: Caller, known: Known, goals: bool, path: str, count: int, own: Int64Array
+    caller: Caller, pack: Pack, goals: bool, path: str, count: int, numbers: Int64Array
 ) -> None:
     """Serve `Environments`: a job that ends with its caller."""
-    environments = {slot: known.make() for slot in own}
+    environments = {slot: pack.make() for slot in numbers}
     record = _record(next(iter(environments.values())).facts, goals)
     slots = np.memmap(path, record, "r+", shape=(count,)).view(np.ndarray)
     with Draws():
         while True:
             caller.receive()
-            _work(environments, slots, own)
+            _work(environments, slots, numbers)
             caller.send(None)
 
 
@@ -223,7 +224,7 @@ def play_together(
     return [results[number] for number in range(len(players))]
 
 
-def seeded(player: Generator[None, None, Played], seed: int) -> Generator[None, None, Played]:
+def reseed(player: Generator[None, None, Played], seed: int) -> Generator[None, None, Played]:
     """Play with streams of one's own for what a policy draws from the global generators."""
     draws = Draws(seed)
     while True:
@@ -257,10 +258,10 @@ def turns(
     facts, slots = environments.facts, environments.slots if slots is None else slots
     returns, lengths = np.zeros(len(seeds)), np.zeros(len(seeds), np.int64)
     terminated = np.zeros(len(seeds), np.bool_)
-    asked = np.asarray(targets, np.float64)
-    kept: list[list[Array]] = [[] for _ in range(keep_actions)]
-    place = {name: slots[name] for name in slots.dtype.names or ()}  # views
-    todo, goals = place["todo"], "goal" in place
+    target_returns = np.asarray(targets, np.float64)
+    kept_actions: list[list[Array]] = [[] for _ in range(keep_actions)]
+    fields = {name: slots[name] for name in slots.dtype.names or ()}  # views
+    todo, goals = fields["todo"], "goal" in fields
     todo[:] = IDLE
     playing = np.full(slots.size, -1, np.int64)  # slot -> episode; -1: none
     waiting = iter(range(len(seeds)))
@@ -271,39 +272,39 @@ def turns(
         begun, stepped = (np.flatnonzero(todo == done) for done in (TO_RESET, TO_STEP))
         todo[:] = IDLE  # also if the policy fails
         if begun.size:
-            policy.reset(begun, place["goal"][begun] if goals else asked[playing[begun]])
+            policy.reset(begun, fields["goal"][begun] if goals else target_returns[playing[begun]])
         if stepped.size:
-            rewards, episodes = place["reward"][stepped], playing[stepped]
+            rewards, episodes = fields["reward"][stepped], playing[stepped]
             if isinstance(policy, Policy):  # data have what was done, within the bounds
-                policy.observe_reward(rewards, stepped, actions=place["action"][stepped])
+                policy.observe_reward(rewards, stepped, actions=fields["action"][stepped])
             else:
                 policy.observe_reward(rewards, stepped)
             if goals:
                 returns[episodes] = 0.0  # the last step's success counts, as OGBench has it
             returns[episodes] += rewards
             lengths[episodes] += 1
-            ended = terminated[episodes] = place["terminated"][stepped]
-            over = ended | place["truncated"][stepped]
+            ended = terminated[episodes] = fields["terminated"][stepped]
+            over = ended | fields["truncated"][stepped]
             if over.any():
                 playing[stepped[over]] = -1
                 on_episode(int(over.sum()))
         active = np.flatnonzero(playing >= 0)
         if active.size:
-            seen = place["observation"][active]
-            actions = ask(seen, active) if ask else partial(policy.act, seen, active)
+            observed = fields["observation"][active]
+            actions = ask(observed, active) if ask else partial(policy.act, observed, active)
         yield
         if active.size:
-            place["action"][active] = facts.bounded(finite_actions(actions()))
+            fields["action"][active] = facts.clip_actions(finite_actions(actions()))
             todo[active] = TO_STEP
             for slot in active[playing[active] < keep_actions]:
-                kept[playing[slot]].append(place["action"][slot].copy())
+                kept_actions[playing[slot]].append(fields["action"][slot].copy())
         for slot, episode in zip(np.flatnonzero(playing < 0), waiting, strict=False):
             playing[slot] = episode
-            place["seed"][slot], todo[slot] = seeds[episode], TO_RESET
+            fields["seed"][slot], todo[slot] = seeds[episode], TO_RESET
             if goals:
-                place["task"][slot] = targets[episode]
+                fields["task"][slot] = targets[episode]
         if not todo.any():
             break
         yield
-    actions = tuple(np.array(episode) for episode in kept)
+    actions = tuple(np.array(episode) for episode in kept_actions)
     return Episodes(returns=returns, lengths=lengths, terminated=terminated, actions=actions)

@@ -53,8 +53,8 @@ def check_suffix(path: Path) -> None:
 
 def check_video(path: Path, tasks: Sequence[EvaluationTask]) -> None:
     """Refuse early what could not be drawn or written; draws one frame of each environment."""
-    for own in _paths(path, [task.name for task in tasks]):
-        check_new_file(own)
+    for file in _paths(path, [task.name for task in tasks]):
+        check_new_file(file)
     with package_needed("a video", "video"):
         import imageio_ffmpeg  # noqa: F401
         import PIL  # noqa: F401
@@ -77,11 +77,11 @@ def check_video(path: Path, tasks: Sequence[EvaluationTask]) -> None:
 def write_videos(path: Path, report: EvaluationReport, *, quiet: bool = True) -> tuple[Path, ...]:
     """Write the first episode of each asked return; of several tasks ``NAME-TASK.gif`` for each."""
     paths = _paths(path, list(report.named))
-    for own, task in zip(paths, report.tasks, strict=True):
-        with writing(own):
-            content = _encoded(task, own.suffix.lower(), quiet)
-            check_new_file(own)
-            write_file(own, content)
+    for file, task in zip(paths, report.tasks, strict=True):
+        with writing(file):
+            content = _encode(task, file.suffix.lower(), quiet)
+            check_new_file(file)
+            write_file(file, content)
     return paths
 
 
@@ -91,7 +91,7 @@ def _paths(path: Path, tasks: Sequence[str]) -> tuple[Path, ...]:
     return tuple(path.with_stem(f"{path.stem}-{task}") for task in tasks)
 
 
-def _encoded(result: TaskResult, suffix: str, quiet: bool) -> bytes:
+def _encode(result: TaskResult, suffix: str, quiet: bool) -> bytes:
     """Return the video of a task as the bytes of a file."""
     name = result.environment
     with _drawing(name, result.environment_options) as environment:
@@ -103,8 +103,8 @@ def _encoded(result: TaskResult, suffix: str, quiet: bool) -> bytes:
 
         def images() -> Iterator[Image]:
             for target in result.targets:
-                for frame, text in _played(environment, result, target, every):
-                    image = _captioned(frame, text)
+                for frame, text in _replay(environment, result, target, every):
+                    image = _add_caption(frame, text)
                     if suffix == ".gif" and image.width > GIF_WIDTH:
                         height = round(image.height * GIF_WIDTH / image.width)
                         image = image.resize((GIF_WIDTH, height))
@@ -140,18 +140,18 @@ def _mp4(images: Iterator[Image], total: int, rate: float) -> bytes:
         return path.read_bytes()
 
 
-def _played(
+def _replay(
     environment: Environment, task: TaskResult, target: TargetResult, every: int
 ) -> Iterator[tuple[npt.NDArray[np.uint8], str]]:
     """Play a target's first episode again; give a frame and its caption every `every` steps."""
     total, options = 0.0, {"task_id": int(target.target)} if task.goals else None
-    (asked,) = told_apart([target.target])
+    (label,) = told_apart([target.target])
     environment.reset(seed=task.seed, options=options)
     for step in range(len(target.actions) + 1):
         if step % every == 0:
-            text = f"asked {asked}   achieved {total:,.1f}"
+            text = f"asked {label}   achieved {total:,.1f}"
             if task.goals:
-                text = f"task {asked}   step {step:,}"
+                text = f"task {label}   step {step:,}"
             yield _frame(environment), text
         if step < len(target.actions):
             _, reward, _, _, info = environment.step(target.actions[step])
@@ -163,7 +163,7 @@ def _played(
         raise InputError("ENVIRONMENT", problem, task.environment, remedy)
 
 
-def _captioned(frame: npt.NDArray[np.uint8], text: str) -> Image:
+def _add_caption(frame: npt.NDArray[np.uint8], text: str) -> Image:
     from PIL import Image, ImageDraw, ImageFont
 
     height, width = frame.shape[:2]

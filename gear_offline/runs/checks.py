@@ -20,7 +20,7 @@ from gear_offline.core.parts import (
 from gear_offline.data.dataset.scores import dataset_names, find_scores
 from gear_offline.errors import InputError, UnavailableError, check_environment_id
 from gear_offline.evaluation.collect.policies import quality_parts
-from gear_offline.evaluation.environments import ENVIRONMENTS, maker_of, unregistered
+from gear_offline.evaluation.environments import ENVIRONMENTS, explain_unregistered, maker_of
 from gear_offline.models.kinds import MODELS
 from gear_offline.runs.callbacks import CALLBACKS
 
@@ -104,7 +104,7 @@ def _check_environment(name: str, key: str, where: str) -> None:
     if ".py:" in name:
         check_admitted(ENVIRONMENTS, name)
     check_environment_id(name, where=where)
-    if problem := unregistered(name):
+    if problem := explain_unregistered(name):
         remedy = "use a registered id, module:Name-v0 with the module that registers it, or "
         remedy += "FILE.py:Name"
         raise InputError("ENVIRONMENT", problem, where=where, remedy=remedy)

@@ -38,13 +38,13 @@ from gear_offline.core.torch_state import torch_threads
 from gear_offline.core.workers import Caller, WorkerPool
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
-from gear_offline.evaluation.environments import known_of
+from gear_offline.evaluation.environments import pack_environment
 from gear_offline.evaluation.play import (
     Evaluation,
     EvaluationTask,
     Stage,
     evaluate_together,
-    known_to,
+    pack_environments,
     play_job,
     tasks_of,
     timestep_warning,
@@ -101,7 +101,7 @@ def plan_evaluations(
         most = CPU_PARAMETERS if where.type == "cpu" else GPU_PARAMETERS
         too_large = on_gpu and parameters > most
         background = spare > 0 and not at_the_end and not too_large
-    can = all(known_of(task.environment, task.environment_options) for task in tasks)
+    can = all(pack_environment(task.environment, task.environment_options) for task in tasks)
     can &= is_importable(recipe.model.kind)
     if not (background and can and tasks):
         return EvaluationPlan(workers=0, threads=torch.get_num_threads(), device=where, cores=None)
@@ -146,7 +146,7 @@ class ProcessPlayer(Closing):
         plan, tasks, checkpoint = request.plan, request.tasks, request.checkpoint
         if not (checkpoint.is_dir() and self._pool.has_room) or request.report.done():
             return request.report.done()
-        job = known_to(tasks), checkpoint.absolute(), tasks, str(plan.device)
+        job = pack_environments(tasks), checkpoint.absolute(), tasks, str(plan.device)
         try:
             number = self._pool.submit(f"{__name__}:play_nicely", *job, plan.threads, plan.cores)
         except Exception as error:
@@ -227,7 +227,7 @@ class LocalPlayer(Closing):
 def _evaluation(request: Request) -> Evaluation:
     """Return the policies of a checkpoint, captured, and their tasks."""
     device = str(request.plan.device)
-    tasks = [task.settled(device) for task in request.tasks]
+    tasks = [task.settle(device) for task in request.tasks]
     trained = find_trained(request.checkpoint)
     policies = {task.name: trained.policy(task.name or None, device) for task in tasks}
     for task in tasks:

@@ -91,10 +91,10 @@ def compare_runs(
     >>> sorted(comparison.runs.values())
     ['hidden_size=16, steps=4', 'hidden_size=64, steps=8']
     """
-    named = [runs] if isinstance(runs, (str, os.PathLike)) else runs
+    listed = [runs] if isinstance(runs, (str, os.PathLike)) else runs
     paths = {
         os.path.realpath(path): path
-        for run in named
+        for run in listed
         for path in _runs_in(given_path(run, "RUN_NOT_FOUND", where="runs"))
     }
     opened = [open_run(path) for path in paths.values()]
@@ -115,14 +115,14 @@ def compare_runs(
         if not any(result.curves.values()):
             remedy = "wait for its first line of metrics, or leave it out"
             raise InputError("USAGE", "the run has logged nothing yet", str(result.path), remedy)
-    environments, known = dict[str, tuple[str, ...]](), dict[str, None]()
+    environments, ids = dict[str, tuple[str, ...]](), dict[str, None]()
     for result in results:
         if result.last is not None:
             names = [task.environment for task in result.last.tasks]
-            names = [next((each for each in known if is_same(each, name)), name) for name in names]
-            known |= dict.fromkeys(names)
-            place = ", ".join(names)
-            environments[place] = (*environments.get(place, ()), result.trial.name)
+            names = [next((each for each in ids if is_same(each, name)), name) for name in names]
+            ids |= dict.fromkeys(names)
+            label = ", ".join(names)
+            environments[label] = (*environments.get(label, ()), result.trial.name)
     if len(environments) > 1:
         results = _without_returns(results)
     table = make_table(results)
@@ -143,11 +143,11 @@ def _runs_in(path: Path) -> list[Path]:
 def _without_returns(results: Sequence[TrialResult]) -> list[TrialResult]:
     """Leave normalized scores, where all have them, and losses."""
     curves = [result.curves for result in results]
-    scored = all(own["normalized_score"].keys() >= own["return"].keys() for own in curves)
-    kept = {"normalized_score", "loss"} if scored else {"loss"}
+    scored = all(curve["normalized_score"].keys() >= curve["return"].keys() for curve in curves)
+    metrics = {"normalized_score", "loss"} if scored else {"loss"}
     return [
-        replace(result, curves={name: own[name] if name in kept else {} for name in own})
-        for result, own in zip(results, curves, strict=True)
+        replace(result, curves={name: curve[name] if name in metrics else {} for name in curve})
+        for result, curve in zip(results, curves, strict=True)
     ]
 
 
@@ -160,11 +160,11 @@ def _trials(runs: Sequence[Run]) -> list[Trial]:
     seeds, options = [recipe.seed for recipe in recipes], _options(recipes)
     auto = OptimizerSettings()  # what it comes to is no setting of its own
     if all(auto.warmup(r.train.steps) == r.optimizer.warmup_steps for r in recipes):
-        options = [own | {"optimizer.warmup_steps": "auto"} for own in options]
-    keys = dict.fromkeys(key for own in options for key in own)
-    differing = [key for key in keys if any(own.get(key) != options[0].get(key) for own in options)]
-    settings = [{key: own[key] for key in differing if key in own} for own in options]
-    groups: list[Any] = [dump_yaml(own) for own in settings]
+        options = [row | {"optimizer.warmup_steps": "auto"} for row in options]
+    keys = dict.fromkeys(key for row in options for key in row)
+    differing = [key for key in keys if any(row.get(key) != options[0].get(key) for row in options)]
+    settings = [{key: row[key] for key in differing if key in row} for row in options]
+    groups: list[Any] = [dump_yaml(row) for row in settings]
     stems = [
         run.name.removesuffix(f"s{seed}").rstrip("-,") or run.path.resolve().parents[1].name
         for run, seed in zip(runs, seeds, strict=True)
@@ -174,10 +174,10 @@ def _trials(runs: Sequence[Run]) -> list[Trial]:
     elif len(set(zip(groups, seeds, strict=True))) < len(runs):
         groups = list(zip(groups, stems, strict=True))
     pairs = zip(settings_labels(settings), seeds, strict=True)
-    named = zip(runs, stems, groups, strict=True)
+    naming = zip(runs, stems, groups, strict=True)
     namings = (
         [label or trial_name("", seed) for label, seed in pairs],
-        [stem if groups.count(group) > 1 else run.name for run, stem, group in named],
+        [stem if groups.count(group) > 1 else run.name for run, stem, group in naming],
         [str(run.path) for run in runs],
     )
     for labels in namings:
@@ -194,19 +194,19 @@ def _options(recipes: Sequence[Recipe]) -> list[dict[str, Any]]:
     """Return the dotted options that make each recipe's setting, where one part has one name."""
     names, options = dict[tuple[str, str], str](), []
     for recipe in recipes:
-        parts = dict[str, str]()
+        part_names = dict[str, str]()
         for name, digest in recipe.parts.items():
-            key, taken = (name.rpartition(":")[2], digest or name), names.values()
-            names.setdefault(key, f"{name} {digest[-8:]}" if name in taken else name)
-            parts[name] = names[key]
-        own = flat(_replaced(recipe.to_dict() | {"parts": {}}, parts))
-        options.append({key: own[key] for key in own if key not in NO_SETTINGS})
+            key, used = (name.rpartition(":")[2], digest or name), names.values()
+            names.setdefault(key, f"{name} {digest[-8:]}" if name in used else name)
+            part_names[name] = names[key]
+        values = flat(_replace_names(recipe.to_dict() | {"parts": {}}, part_names))
+        options.append({key: values[key] for key in values if key not in NO_SETTINGS})
     return options
 
 
-def _replaced(value: Any, names: Mapping[str, str]) -> Any:
+def _replace_names(value: Any, names: Mapping[str, str]) -> Any:
     if isinstance(value, dict):
-        return {key: _replaced(item, names) for key, item in value.items()}
+        return {key: _replace_names(item, names) for key, item in value.items()}
     if isinstance(value, list):
-        return [_replaced(item, names) for item in value]
+        return [_replace_names(item, names) for item in value]
     return names.get(value, value) if isinstance(value, str) else value

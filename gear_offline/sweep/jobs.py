@@ -27,7 +27,7 @@ from gear_offline.core.progress import Progress
 from gear_offline.core.workers import LOST, Caller, Pool, WorkerPool
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import GearError, InputError
-from gear_offline.evaluation.environments import PROBED, Known
+from gear_offline.evaluation.environments import PROBED, Pack
 from gear_offline.loaders.options import loader_options
 from gear_offline.runs.data import prepare_dataset
 from gear_offline.runs.loop import TrainingInterrupted, train_run
@@ -99,9 +99,9 @@ def train_in_pool(work: Work, pool: Pool, handles: str = "{}", patience: float =
 
     def note(trials: list[Trial]) -> None:
         for trial in trials:
-            work.moved(trial, steps_done(work.folder / trial.name))
+            work.note_steps(trial, steps_done(work.folder / trial.name))
 
-    how = work.known, handles, patience
+    how = work.environments, handles, patience
     train = f"{__name__}:train_trial"
     jobs = [(t, (train, t.recipe, work.folder / t.name, *how)) for t in work.trials]
     run_jobs(pool, jobs, end, note)
@@ -111,14 +111,14 @@ def train_trial(
     caller: Caller,
     recipe: Recipe,
     path: Path,
-    known: tuple[Known, ...],
+    environments: tuple[Pack, ...],
     handles: str,
     patience: float,
 ) -> None:
     """Train one trial in a worker."""
     end = time.monotonic() + patience
     _prepare(handles)
-    for environment in known:
+    for environment in environments:
         environment.learn()
     with run_errors(path.name, path, resolve_device(recipe.train.device)):
         while True:
@@ -161,12 +161,13 @@ def train_on_gpus(work: Work, gpus: Sequence[str]) -> None:
     shares = [share for share in dealt if share]
     cores = sorted(os.sched_getaffinity(0))
     blocks = np.array_split(cores, len(shares))  # neighbours share caches
-    failed, how = list[GearError](), (work.folder, work.device.type, work.parallel, work.known)
+    how = work.folder, work.device.type, work.parallel, work.environments
+    failed = list[GearError]()
 
     def note(message: dict[str, int] | tuple[str, GearError | None]) -> None:
         if isinstance(message, dict):
             for name, steps in message.items():
-                work.moved(trials[name], steps)
+                work.note_steps(trials[name], steps)
         else:
             name, error = message
             work.end(trials[name], error)
@@ -192,7 +193,7 @@ class _GpuWork(Work):
     caller: Caller
     sent_at: list[float] = field(default_factory=lambda: [0.0])  # the last steps, in seconds
 
-    def moved(self, trial: Trial, steps: int) -> None:
+    def note_steps(self, trial: Trial, steps: int) -> None:
         self.steps[trial.name] = steps
         if (now := time.monotonic()) > self.sent_at[0] + POLL_SECONDS:
             self.sent_at[0] = now
@@ -213,14 +214,14 @@ def train_share(
     folder: Path,
     device: str,
     parallel: int,
-    known: Sequence[Known],
+    environments: Sequence[Pack],
 ) -> None:
     """Train a share of the trials on a GPU and some cores, in a worker."""
     os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before this process uses CUDA
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(len(cores))
     PROBED.set({})
-    for environment in known:
+    for environment in environments:
         environment.learn()
     recipes = {trial.recipe.data_key: trial.recipe for trial in trials}
     train_stacks(

@@ -79,8 +79,8 @@ class SweepResult(Printed):
             }
             for result in self.trials
         ]
-        whole = {"path": str(self.path), "recipe": self.recipe, "trials": trials}
-        return {**whole, "others": self.others, "table": self.table.to_json()}
+        document = {"path": str(self.path), "recipe": self.recipe, "trials": trials}
+        return {**document, "others": self.others, "table": self.table.to_json()}
 
     def print(self, *, console: Terminal | None = None) -> None:
         """Print a row a setting, the best one first, and what failed."""
@@ -96,14 +96,14 @@ class SweepResult(Printed):
         from gear_offline.runs.report import render_page  # matplotlib takes half a second
 
         plot = plot_curves(self.path / "plots" / "learning_curves.png", self.trials, self.table)
-        asked = plot_asked(self.path / "plots" / "asked_vs_achieved.png", self)
+        targets_plot = plot_asked(self.path / "plots" / "asked_vs_achieved.png", self)
         text = render_page(
             Path(__file__).with_name("sweep.md.j2"),
             result=self,
             states=[result.status for result in self.trials],
             interval=INTERVAL,
             is_drawn=plot is not None,
-            shows_asked=asked is not None,
+            shows_asked=targets_plot is not None,
         )
         write_file(self.path / "sweep.md", text.encode())
         write_page(self.path / "sweep.md")
@@ -117,13 +117,13 @@ def read_sweep(path: str | os.PathLike[str]) -> SweepResult:
     results = [
         read_result(t, directory.run_path(t), file.failures.get(t.name)) for t in file.trials
     ]
-    others = {run.name for run in directory.path.glob("runs/*")} - {t.name for t in file.trials}
+    more = {run.name for run in directory.path.glob("runs/*")} - {t.name for t in file.trials}
     return SweepResult(
         path=directory.path,
         recipe=file.recipe,
         trials=tuple(results),
         table=make_table(results),
-        others=len(others),
+        others=len(more),
     )
 
 
@@ -151,8 +151,8 @@ def plot_curves(path: Path, trials: Sequence[TrialResult], table: SeedTable) -> 
     """
     from gear_offline.core import plots
 
-    shown = [row.label for row in table.rows if row.estimates][: len(plots.SERIES)]
-    if not shown:
+    names = [row.label for row in table.rows if row.estimates][: len(plots.SERIES)]
+    if not names:
         return None
     groups, metrics = by_label(trials), ["loss"]
     if table.metric != "loss":  # the score of one task is the same curve on another axis
@@ -160,7 +160,7 @@ def plot_curves(path: Path, trials: Sequence[TrialResult], table: SeedTable) -> 
     figure = plots.new_figure()
     panels = figure.subplots(len(metrics), 1, sharex=True, squeeze=False)[:, 0]
     for axes, metric in zip(panels, metrics, strict=True):
-        for label, colour in zip(shown, plots.SERIES, strict=False):
+        for label, colour in zip(names, plots.SERIES, strict=False):
             runs = [r.curves[metric] for r in groups[label] if r.status == "complete"]
             steps = sorted(set.intersection(*map(set, runs)))
             values = np.array([[run[step] for run in runs] for step in steps], np.float64)
@@ -178,23 +178,23 @@ def plot_curves(path: Path, trials: Sequence[TrialResult], table: SeedTable) -> 
     panels[-1].set_xlabel("optimizer step")
     panels[-1].set_xlim(left=0)
     plots.thousands(panels[-1].xaxis)
-    if len(shown) > 1:
+    if len(names) > 1:
         plots.legend(panels[-1])
     figure.align_ylabels(list(panels))
     runs_text = count_text(sum(len(row.seeds) for row in table.rows), "run")
-    hidden = f", the best {len(shown)} of {len(table.rows)}" if len(shown) < len(table.rows) else ""
-    what = f"mean over seeds (dots), 95 % interval from {LEAST} seeds on"
-    plots.titles(figure, _finding(table), f"{runs_text}{hidden}; {what}")
+    hidden = f", the best {len(names)} of {len(table.rows)}" if len(names) < len(table.rows) else ""
+    subtitle = f"mean over seeds (dots), 95 % interval from {LEAST} seeds on"
+    plots.titles(figure, _finding(table), f"{runs_text}{hidden}; {subtitle}")
     return plots.save_figure(figure, path)
 
 
 def _finding(table: SeedTable) -> str:
     """Return the best mean and its setting; of few seeds, which rank nothing, the means' range."""
-    known = [row.estimates[table.metric] for row in table.rows if table.metric in row.estimates]
-    what, means = RANKING[table.metric].capitalize(), sorted(m.mean for m in known)
-    if len(known) == 1:
-        return f"{what} {known[0]}"
-    if all(len(m.values) >= LEAST for m in known):
-        return f"{what} {known[0]} with {table.rows[0].label}, ranked first"
+    estimates = [row.estimates[table.metric] for row in table.rows if table.metric in row.estimates]
+    metric, means = RANKING[table.metric].capitalize(), sorted(m.mean for m in estimates)
+    if len(estimates) == 1:
+        return f"{metric} {estimates[0]}"
+    if all(len(m.values) >= LEAST for m in estimates):
+        return f"{metric} {estimates[0]} with {table.rows[0].label}, ranked first"
     ends = " to ".join(dict.fromkeys(map(short, (means[0], means[-1]))))
-    return f"{what} {ends} in {count_text(len(known), 'setting')}; too few seeds to rank"
+    return f"{metric} {ends} in {count_text(len(estimates), 'setting')}; too few seeds to rank"

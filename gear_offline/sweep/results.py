@@ -106,15 +106,15 @@ class SeedTable(Document):
         """The headings of the metrics that some trial has; the best return where it is another."""
         pairs = [(r.estimates.get("return"), r.estimates.get("best_return")) for r in self.rows]
         none = {"best_return"} if all(last == best for last, best in pairs) else set()
-        known = {name for row in self.rows for name in row.estimates} - none
-        return {name: text for name, text in METRICS.items() if name in known}
+        names = {name for row in self.rows for name in row.estimates} - none
+        return {name: text for name, text in METRICS.items() if name in names}
 
     @property
     def asked(self) -> dict[float, str]:
         """The headings of the targets, where a setting has several."""
         targets = [*dict.fromkeys(target for row in self.rows for target in row.asked)]
-        what = "task" if self.goals else "asked"
-        return {t: f"{what} {text}" for t, text in zip(targets, told_apart(targets), strict=True)}
+        word = "task" if self.goals else "asked"
+        return {t: f"{word} {text}" for t, text in zip(targets, told_apart(targets), strict=True)}
 
     @property
     def notes(self) -> list[str]:
@@ -131,12 +131,12 @@ class SeedTable(Document):
 
     def print(self, console: Terminal, remark: str = "") -> None:
         """Print a row a setting, and what its intervals are."""
-        shown = [name for name in self.headings if name != "best_return"]
+        metrics = [name for name in self.headings if name != "best_return"]
         cells = [
-            [row.label, str(len(row.seeds)), *(str(row.estimates.get(n, "-")) for n in shown)]
+            [row.label, str(len(row.seeds)), *(str(row.estimates.get(n, "-")) for n in metrics)]
             for row in self.rows
         ]
-        print_table(console, ["setting", "seeds", *(METRICS[name] for name in shown)], cells)
+        print_table(console, ["setting", "seeds", *(METRICS[name] for name in metrics)], cells)
         if self.asked:
             means = [
                 [row.label, *(str(row.asked.get(t, "-")) for t in self.asked)] for row in self.rows
@@ -144,8 +144,8 @@ class SeedTable(Document):
             console.print()
             print_table(console, ["setting", *self.asked.values()], means)
         has_intervals = any("±" in text for row in cells for text in row[2:])
-        what = f"± is the {INTERVAL}." if has_intervals else "Intervals are shown from 3 seeds on."
-        console.print(" ".join([what, *self.notes, remark]).rstrip())
+        note = f"± is the {INTERVAL}." if has_intervals else "Intervals are shown from 3 seeds on."
+        console.print(" ".join([note, *self.notes, remark]).rstrip())
 
 
 def read_result(trial: Trial, path: Path, error: str | None = None) -> TrialResult:
@@ -221,7 +221,7 @@ def at_one_step(
     return step, [(r, r.curves[metric][step]) for r in results if step in r.curves[metric]]
 
 
-def _asked(reports: Sequence[EvaluationReport]) -> dict[float, Estimate]:
+def _mean_targets(reports: Sequence[EvaluationReport]) -> dict[float, Estimate]:
     """Return the mean of each target over the reports of seeds that have several."""
     returns: dict[float, list[float]] = {}
     for report in reports:
@@ -242,7 +242,7 @@ def make_table(results: Sequence[TrialResult]) -> SeedTable:
             max(value for step, value in r.curves["return"].items() if step <= last)
             for r, _ in played
         ]
-        there = {name: [r.trial.name for r, _ in pairs] for name, (_, pairs) in latest.items()}
+        valued = {name: [r.trial.name for r, _ in pairs] for name, (_, pairs) in latest.items()}
         names = [r.trial.name for r in complete]
         reports = [r.played[last] for r, _ in played if last in r.played]
         goals = goals or any(report.goals for report in reports)
@@ -255,11 +255,11 @@ def make_table(results: Sequence[TrialResult]) -> SeedTable:
             estimates={name: estimate(values[name]) for name in METRICS if values[name]},
             steps={name: step for name, (step, pairs) in latest.items() if pairs},
             missing={
-                name: tuple(run for run in names if run not in known)
-                for name, known in there.items()
-                if 0 < len(known) < len(names)
+                name: tuple(run for run in names if run not in present)
+                for name, present in valued.items()
+                if 0 < len(present) < len(names)
             },
-            asked=_asked(reports),
+            asked=_mean_targets(reports),
         )
         rows.append(row)
     metric = next((m for m in RANKING if any(m in row.estimates for row in rows)), "loss")

@@ -28,7 +28,7 @@ from gear_offline.core.workers import Caller, RayPool, WorkerPool
 from gear_offline.distributed import read_rank_and_size
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError, given_path
-from gear_offline.evaluation.environments import PROBED, known_of
+from gear_offline.evaluation.environments import PROBED, pack_environment
 from gear_offline.runs.checks import check_recipe, check_selection
 from gear_offline.runs.data import prepare_dataset
 from gear_offline.runs.evaluations import MOST_WORKERS
@@ -122,11 +122,11 @@ def sweep(
         names = values.get("name", [])
         name = load_recipe(recipe, {"name": names[0]} if len(names) == 1 else ()).name
         out = Path("runs") / f"{name}-sweep"
-    place = given_path(out, "OUTPUT_WRITE", where="out")
-    directory = SweepDirectory(place)
-    named = directory.read().trials[0].settings if directory.is_begun else ()
-    trials = make_trials(recipe, values, seeds, named=tuple(named))
-    return run_trials(trials, place, parallel=parallel, exact=exact, ray=ray, quiet=quiet)
+    folder = given_path(out, "OUTPUT_WRITE", where="out")
+    directory = SweepDirectory(folder)
+    naming = directory.read().trials[0].settings if directory.is_begun else ()
+    trials = make_trials(recipe, values, seeds, naming=tuple(naming))
+    return run_trials(trials, folder, parallel=parallel, exact=exact, ray=ray, quiet=quiet)
 
 
 def option_values(
@@ -170,19 +170,19 @@ def run_trials(
     with ExitStack() as stack:
         stack.callback(PROBED.reset, PROBED.set({}))
         pool = None if ray is None else stack.enter_context(RayPool(ray))
-        asked, directory = trials[0].recipe.train.device, SweepDirectory(out)
-        device = resolve_device(asked) if pool is None else torch.device(pool.device(asked))
+        label, directory = trials[0].recipe.train.device, SweepDirectory(out)
+        device = resolve_device(label) if pool is None else torch.device(pool.device(label))
         cores, node_cores = (pool.cpus, pool.node_cpus) if pool else (usable_cores(),) * 2
         most = cores
         if device.type == "cuda":
             os.environ.setdefault(*QUEUES)  # without effect where the GPU is in use already
             most = pool.gpus if pool else MOST_IN_A_STACK
         parallel = min(len(trials), parallel or most)
-        datasets, resolved = _prepared(trials, quiet=quiet)
+        datasets, resolved = _prepare(trials, quiet=quiet)
         played = [recipe.environments for recipe in resolved.values() if recipe.plays]
-        known = [known_of(name) for name in dict.fromkeys(chain(*played))]
-        own = {name for recipe in resolved.values() for name in recipe.part_names}
-        is_bound = None in known or not all(map(is_importable, own))
+        environments = [pack_environment(name) for name in dict.fromkeys(chain(*played))]
+        part_names = {name for recipe in resolved.values() for name in recipe.part_names}
+        is_bound = None in environments or not all(map(is_importable, part_names))
         if is_bound and device.type != "cuda" and pool is None:  # only this process has it
             parallel = 1
         stack.enter_context(directory.hold())
@@ -194,13 +194,13 @@ def run_trials(
         threads = None
         if pool is not None or (device.type != "cuda" and parallel > 1):
             threads = file.threads = file.threads or max(1, min(node_cores, cores // parallel))
-        left = _unfinished(trials, directory, resolved, datasets)
+        pending = _list_unfinished(trials, directory, resolved, datasets)
         if pool is not None:
             pool.share(parallel, cpus=threads or 1, device=device.type)
             pool.check(directory.path)
         directory.write(file)
-        if left:
-            ended, count = len(trials) - len(left), count_text(len(trials), "run")
+        if pending:
+            ended, count = len(trials) - len(pending), count_text(len(trials), "run")
             complete = f", {ended} complete already" if ended else ""
             many = f" on {cores} cores, slower than {cores}" if threads and parallel > cores else ""
             where = f"{parallel} at a time{many}; sweep directory {directory.path}"
@@ -209,12 +209,12 @@ def run_trials(
             total = sum(trial.recipe.train.steps for trial in trials)
             name, begun = directory.path.name, sum(steps.values())
             work = Work(
-                trials=[_with_share(trial, parallel, threads, pool) for trial in left],
+                trials=[_with_share(trial, parallel, threads, pool) for trial in pending],
                 folder=directory.path / "runs",
                 device=device,
                 parallel=parallel,
                 threads=threads,
-                known=tuple(filter(None, known)),
+                environments=tuple(filter(None, environments)),
                 datasets=datasets,
                 progress=Progress(name, total=total, done=begun, quiet=quiet),
                 steps=steps,
@@ -228,7 +228,7 @@ def run_trials(
                 raise TrainingInterrupted(error.code, problem, str(out), remedy) from error
             finally:
                 directory.write(file)  # what has failed
-        return _concluded(directory, file, quiet=quiet)
+        return _conclude(directory, file, quiet=quiet)
 
 
 def _check_trials(trials: Sequence[Trial], parallel: int | None) -> None:
@@ -248,7 +248,7 @@ def _check_trials(trials: Sequence[Trial], parallel: int | None) -> None:
         check_recipe(trial.recipe, where=f"run {trial.name}")
 
 
-def _prepared(
+def _prepare(
     trials: Sequence[Trial], *, quiet: bool
 ) -> tuple[dict[str, TableData], dict[str, Recipe]]:
     """Return data by their key, and recipes by trial: what does not fit shows before any step."""
@@ -262,14 +262,14 @@ def _prepared(
     return datasets, resolved
 
 
-def _unfinished(
+def _list_unfinished(
     trials: Sequence[Trial],
     directory: SweepDirectory,
     resolved: Mapping[str, Recipe],
     datasets: Mapping[str, TableData],
 ) -> list[Trial]:
     """Return the trials that are not complete and evaluated; refuse runs of other recipes."""
-    left = []
+    pending = []
     for trial in trials:  # complete ones too: the name of a run has to tell what it is
         path, recipe = directory.run_path(trial), resolved[trial.name]
         if (past := find_past(path)) is not None:
@@ -279,11 +279,11 @@ def _unfinished(
                 remedy = "sweep into another directory (--out), or put the file back as it was"
                 raise InputError("RUN_MISMATCH", problem, str(path), remedy)
         if not (is_complete(trial, path) and is_played(recipe, path)):
-            left.append(trial)
-    return left
+            pending.append(trial)
+    return pending
 
 
-def _concluded(directory: SweepDirectory, file: SweepFile, *, quiet: bool) -> SweepResult:
+def _conclude(directory: SweepDirectory, file: SweepFile, *, quiet: bool) -> SweepResult:
     """Read what the trials came to; write the table and the reports."""
     result = read_sweep(directory.path)
     complete = [trial.path for trial in result.trials if trial.status == "complete"]

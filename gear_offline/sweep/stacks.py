@@ -67,11 +67,11 @@ def stacks_of(work: Work) -> Iterator[list[Trial]]:
     alike, able = dict[str, list[Trial]](), dict[str, bool]()
     for trial in work.trials:
         key = stack_key(trial.recipe)
-        known = f"{key} {trial.recipe.selection!r}"
-        if known not in able:
-            able[known] = work.parallel > 1 and _can_stack(trial.recipe, work)
+        selection = f"{key} {trial.recipe.selection!r}"
+        if selection not in able:
+            able[selection] = work.parallel > 1 and _can_stack(trial.recipe, work)
         saved = list_checkpoints(work.folder / trial.name / "checkpoints")
-        key = f"{key} {saved[-1][0] if saved else 0}" if able[known] else trial.name
+        key = f"{key} {saved[-1][0] if saved else 0}" if able[selection] else trial.name
         alike.setdefault(key, []).append(trial)
     for members in alike.values():
         size = -(-len(members) // -(-len(members) // work.parallel))
@@ -157,7 +157,7 @@ class _OpenStack(RunGroup, Closing):
         super().advance()
         for run in self.runs:
             if run.learner.step % NOTED_EVERY == 0:
-                self._work.moved(self._members[run][0], run.learner.step)
+                self._work.note_steps(self._members[run][0], run.learner.step)
 
     def catch_up(self) -> Iterator[bool]:
         if not any(run.due() for run in self.runs):

@@ -50,38 +50,38 @@ def make_trials(
     options: Mapping[str, Sequence[Any]],
     seeds: Seeds | None = None,
     *,
-    named: Sequence[str] = (),
+    naming: Sequence[str] = (),
 ) -> list[Trial]:
     """Return the trials of a grid: the product of all options' values, and of the seeds.
 
-    Options with several values name the trials; those in `named` do so with one value, too.
+    Options with several values name the trials; those in `naming` do so with one value, too.
     """
     axes = {key: list(values) for key, values in options.items()}
     if seeds is not None:
         if "seed" in axes:
-            raise _unusable("seeds are given twice, by --seeds and by seed=", "keep one of them")
+            raise _usage_error("seeds are given twice, by --seeds and by seed=", "keep one of them")
         axes["seed"] = parse_seeds(seeds)
     count = 1
     for key, values in axes.items():
-        if not values or any(value in values[:place] for place, value in enumerate(values)):
-            what = "has a value twice" if values else "has no values"
-            raise _unusable(f"{key} {what}", "name each value once")
+        if not values or any(value in values[:index] for index, value in enumerate(values)):
+            problem = "has a value twice" if values else "has no values"
+            raise _usage_error(f"{key} {problem}", "name each value once")
         count *= len(values)
     if count > MOST_TRIALS:
-        raise _unusable(f"{count:,} trials", f"one sweep has at most {MOST_TRIALS:,}")
+        raise _usage_error(f"{count:,} trials", f"one sweep has at most {MOST_TRIALS:,}")
     several = [key for key, values in axes.items() if len(values) > 1]
-    names = list(dict.fromkeys([*named, *(key for key in several if key != "seed")]))
+    names = list(dict.fromkeys([*naming, *(key for key in several if key != "seed")]))
     trials = []
-    for chosen in itertools.product(*axes.values()):
-        changes = dict(zip(axes, chosen, strict=True))
-        own = load_recipe(recipe, changes)
-        if own.data.admit_every is not None:
-            raise _unusable("several runs cannot grow one dataset", "train them one by one")
-        known = flat(own.to_dict())
-        settings = {key: known.get(key, changes.get(key)) for key in names}  # short forms as given
+    for combination in itertools.product(*axes.values()):
+        changes = dict(zip(axes, combination, strict=True))
+        trial_recipe = load_recipe(recipe, changes)
+        if trial_recipe.data.admit_every is not None:
+            raise _usage_error("several runs cannot grow one dataset", "train them one by one")
+        dotted = flat(trial_recipe.to_dict())
+        settings = {key: dotted.get(key, changes.get(key)) for key in names}  # short forms as given
         label = settings_label(settings)
-        name, label = trial_name(label, own.seed), label or own.name
-        trials.append(Trial(name=name, label=label, recipe=own, settings=settings))
+        name, label = trial_name(label, trial_recipe.seed), label or trial_recipe.name
+        trials.append(Trial(name=name, label=label, recipe=trial_recipe, settings=settings))
     labels = settings_labels([trial.settings for trial in trials])
     return [
         trial.model_copy(update={"label": label or trial.label})
@@ -91,8 +91,8 @@ def make_trials(
 
 def trial_name(label: str, seed: int) -> str:
     """Return the name of a run's directory; where a label cannot be one, it ends with a digest."""
-    whole = label.replace(", ", ",").replace(" ", "-")
-    safe = _UNSAFE.sub("_", whole).lstrip("._=,+-")
+    text = label.replace(", ", ",").replace(" ", "-")
+    safe = _UNSAFE.sub("_", text).lstrip("._=,+-")
     if safe != label.replace(", ", ",") or len(safe) > NAME_CHARACTERS:
         safe = f"{safe[: NAME_CHARACTERS - 9].rstrip('_')}-{sha256(label.encode()).hexdigest()[:8]}"
     return f"{safe},s{seed}" if label else f"s{seed}"
@@ -108,10 +108,10 @@ def parse_options(overrides: Sequence[str]) -> dict[str, list[Any]]:
         key, separator, text = override.partition("=")
         key = key.strip()
         if not separator or not key:
-            what = f"{override!r} is not an override"
-            raise _unusable(what, "write key=value or key=a,b,c, e.g. model.layers=3,4")
+            problem = f"{override!r} is not an override"
+            raise _usage_error(problem, "write key=value or key=a,b,c, e.g. model.layers=3,4")
         if key in options:
-            raise _unusable(f"{key} is given twice", "write its values as one list: key=a,b,c")
+            raise _usage_error(f"{key} is given twice", "write its values as one list: key=a,b,c")
         where = f"override {key}"
         is_one = "," not in text
         options[key] = [typed_value(key, text)] if is_one else parse_yaml(f"[{text}]", where=where)
@@ -122,16 +122,16 @@ def parse_seeds(seeds: Seeds, first: int = 0) -> list[Any]:
     """Return the seeds of a number of them (8, from `first` on) or of a list: ``"3,5,8..10"``."""
     value = whole_number(plain(seeds))
     if isinstance(value, str) and not value.strip().isdecimal():
-        spans = [_SPAN.fullmatch(part.strip()) for part in value.split(",") if part.strip()]
+        spans = [_SPAN.fullmatch(item.strip()) for item in value.split(",") if item.strip()]
         ranges = [range(int(span[1]), int(span[2] or span[1]) + 1) for span in spans if span]
         if len(ranges) < len(spans) or not any(ranges) or sum(map(len, ranges)) > MOST_TRIALS:
-            what = f"--seeds {value[:40]!r} names no seeds, or more than {MOST_TRIALS:,}"
-            raise _unusable(what, "write it like 8, or like 3,5,8..10")
+            problem = f"--seeds {value[:40]!r} names no seeds, or more than {MOST_TRIALS:,}"
+            raise _usage_error(problem, "write it like 8, or like 3,5,8..10")
         return [*itertools.chain.from_iterable(ranges)]
     if isinstance(value, str | int):
         if not 1 <= int(value) <= MOST_TRIALS:
             remedy = "a single seed is written with a comma: 12345,"
-            raise _unusable(f"--seeds {value} is not a number from 1 to {MOST_TRIALS:,}", remedy)
+            raise _usage_error(f"--seeds {value} is not a number from 1 to {MOST_TRIALS:,}", remedy)
         return list(range(first, first + int(value)))
     return [value] if isinstance(value, float) else list(value)  # no seed, as is told
 
@@ -140,22 +140,22 @@ def settings_label(settings: Mapping[str, Any]) -> str:
     """Return dotted options and their values in short, e.g. ``"layers=3, learning_rate=0.001"``."""
     ends = [key.rpartition(".")[2] for key in settings]
     pairs = zip(settings, ends, strict=True)
-    shown = [end if ends.count(end) == 1 else key for key, end in pairs]
+    names = [end if ends.count(end) == 1 else key for key, end in pairs]
     return ", ".join(
-        f"{name}={_text(value)}" for name, value in zip(shown, settings.values(), strict=True)
+        f"{name}={_text(value)}" for name, value in zip(names, settings.values(), strict=True)
     )
 
 
 def settings_labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a label of each setting; files stand there without their folders, if that is clear."""
-    whole = [settings_label(each) for each in settings]
+    full = [settings_label(each) for each in settings]
     bare = [settings_label({key: _bare(item) for key, item in each.items()}) for each in settings]
-    return bare if len(set(bare)) == len(set(whole)) else whole
+    return bare if len(set(bare)) == len(set(full)) else full
 
 
 def _bare(value: Any) -> Any:
-    place = value.rpartition(":")[0] if is_part(value) else ""
-    return value.rpartition(os.sep)[2] if place.endswith(".py") else value
+    file = value.rpartition(":")[0] if is_part(value) else ""
+    return value.rpartition(os.sep)[2] if file.endswith(".py") else value
 
 
 def _text(value: Any) -> str:
@@ -166,7 +166,7 @@ def _text(value: Any) -> str:
     return dump_yaml(value).strip().removesuffix("...").strip()
 
 
-def _unusable(problem: str, remedy: str) -> InputError:
+def _usage_error(problem: str, remedy: str) -> InputError:
     return InputError("USAGE", problem, remedy=remedy)
 
 
@@ -199,9 +199,9 @@ class SweepDirectory:
     def hold(self) -> HeldDirectory:
         """Keep other processes from running this sweep; a context manager."""
         problem, remedy = "another process is running this sweep", "wait for it, or choose another"
-        taken = InputError("RUN_LOCKED", problem, str(self.path), f"{remedy} directory with --out")
+        error = InputError("RUN_LOCKED", problem, str(self.path), f"{remedy} directory with --out")
         self.check()
-        return HeldDirectory(self.path, taken=taken)
+        return HeldDirectory(self.path, taken=error)
 
     def check(self) -> None:
         """Refuse a place that is no folder, or holds something else."""

@@ -18,7 +18,7 @@ from gear_offline.core.files import write_error
 from gear_offline.core.progress import Progress
 from gear_offline.core.text import first_line, typed
 from gear_offline.errors import GearError, is_out_of_memory
-from gear_offline.evaluation.environments import Known
+from gear_offline.evaluation.environments import Pack
 from gear_offline.sweep.results import is_played, steps_done
 from gear_offline.sweep.trials import Trial
 
@@ -32,13 +32,13 @@ class Work:
     device: torch.device
     parallel: int  # trials at a time; in this process, of a stack
     threads: int | None  # of a trial in a process of its own
-    known: tuple[Known, ...] = ()  # what other processes have to learn of environments
+    environments: tuple[Pack, ...] = ()  # that other processes have to learn
     datasets: Mapping[str, TableData]  # by `Recipe.data_key`, opened and checked
     progress: Progress  # of all trials together
     steps: dict[str, int]  # done, by trial, also of complete ones
     failures: dict[str, str]  # "CODE: what was wrong" by trial
 
-    def moved(self, trial: Trial, steps: int) -> None:
+    def note_steps(self, trial: Trial, steps: int) -> None:
         """Note where a trial stands; cheap enough for every few steps."""
         self.steps[trial.name] = steps
         self.progress.update(sum(self.steps.values()))
@@ -55,7 +55,7 @@ class Work:
         if error is not None:
             how = self.failures[trial.name] = f"{error.code}: {error.message}"
         self.progress.say(f"{trial.name}: {how}")
-        self.moved(trial, steps if error is None else steps_done(path))
+        self.note_steps(trial, steps if error is None else steps_done(path))
 
 
 @contextmanager

@@ -28,7 +28,13 @@ from gear_offline.core.workers import Caller, WorkerPool
 from gear_offline.data.convert.append import Appender
 from gear_offline.errors import InputError, given_path
 from gear_offline.evaluation.collect.record import Player, episode_plan
-from gear_offline.evaluation.environments import Known, known_of, probe, say_left_out, say_version
+from gear_offline.evaluation.environments import (
+    Pack,
+    pack_environment,
+    probe,
+    say_left_out,
+    say_version,
+)
 from gear_offline.models.policy import Policy
 
 WAIT_SECONDS = 600.0  # for a run and its first checkpoint
@@ -122,7 +128,7 @@ def act(
         how = known_options if environment_options is None else how
         say_left_out(how, known_options)
     probe(name, how)
-    if (known := known_of(name, how)) is None:
+    if (pack := pack_environment(name, how)) is None:
         problem, remedy = (
             "only this process knows the environment",
             "register it with an entry point",
@@ -135,7 +141,7 @@ def act(
         action_noise = 0.0 if recipe.model.is_stochastic else 0.1
     base = time.time_ns() if seed is None else seed
     typed = typed_model(model)
-    shared = path, Path(recipe.data.path), known, typed, target, action_noise, time.time()
+    shared = path, Path(recipe.data.path), pack, typed, target, action_noise, time.time()
     jobs = [
         (*shared, (base, number), episodes and (episodes + actors - 1 - number) // actors)
         for number in range(min(actors, episodes or actors))
@@ -199,7 +205,7 @@ def play_in_worker(
     caller: Caller,
     run: Path,
     data: Path,
-    known: Known,
+    pack: Pack,
     model: str | None,
     target: float,
     noise: float,
@@ -211,7 +217,7 @@ def play_in_worker(
     appender, policy, step, played = Appender(data), None, -1, 0
     last_listing = list[tuple[int, Path]]()
     summary = run / "summary.json"
-    with Player(known.make()) as player:
+    with Player(pack.make()) as player:
         while episodes is None or played < episodes:
             is_over = summary.is_file() and summary.stat().st_mtime > began
             if episodes is None and is_over:

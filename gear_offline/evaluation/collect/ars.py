@@ -232,8 +232,8 @@ def train(
     """
     training = Training(seed=seed, options=options, action_noise=action_noise)
     until = "" if options.target is None else f" (ends at a return of {options.target:g})"
-    what = f"train {ALGORITHM}{until}"
-    with Progress(what, total=options.train_steps, unit="steps", quiet=quiet) as progress:
+    title = f"train {ALGORITHM}{until}"
+    with Progress(title, total=options.train_steps, unit="steps", quiet=quiet) as progress:
         while not training.is_over:
             _attempt(crew, training, progress)
     steps, attempts = count_text(training.steps, "step"), count_text(training.attempts, "attempt")

@@ -22,7 +22,7 @@ from gear_offline.core.system import torch_alone
 from gear_offline.core.types import Array, Float64Array
 from gear_offline.errors import InputError, package_needed
 from gear_offline.evaluation.collect.record import EpisodePolicy
-from gear_offline.evaluation.environments import Options, guarded, make_environment
+from gear_offline.evaluation.environments import Options, guard, make_environment
 
 # Name before the colon: module and what pip calls it.
 LIBRARIES = {"sb3": ("stable_baselines3", "stable-baselines3"), "sbx": ("sbx", "sbx-rl")}
@@ -118,7 +118,7 @@ def play_policy(environment_id: str, options: Options | None = None) -> EpisodeP
         if make is None:
             problem, remedy = "it has no play_policy()", "gear_offline/Maze-v0 has one"
             raise InputError("MODEL", problem, where=environment_id, remedy=remedy)
-        policy: EpisodePolicy = guarded(environment_id, "play_policy()", make)
+        policy: EpisodePolicy = guard(environment_id, "play_policy()", make)
         return policy
 
 
@@ -144,6 +144,6 @@ def train_with_library(
             )
         where = {"device": "cpu"} if library == "sb3" else {}
         model = algorithms[name]("MlpPolicy", environment.raw, seed=seed, **where)
-        guarded(environment_id, f"learning with {policy}", model.learn, steps)
+        guard(environment_id, f"learning with {policy}", model.learn, steps)
     version = getattr(module, "__version__", "")
     return LibraryPolicy(model, f"{package} {version} {name}, {model.num_timesteps} steps")

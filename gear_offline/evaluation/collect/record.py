@@ -26,12 +26,12 @@ from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import (
     Environment,
     EnvironmentFacts,
-    Known,
     Options,
+    Pack,
     finite_actions,
-    known_of,
     make_environment,
     not_finite,
+    pack_environment,
     simulator_data,
 )
 
@@ -190,7 +190,7 @@ def noisy(
     if noise:
         half = 0.5 * (facts.high - facts.low)
         action = action + noise * half * generator.standard_normal(facts.low.size)
-    return facts.bounded(action)
+    return facts.clip_actions(action)
 
 
 class Crew(Closing):
@@ -201,7 +201,7 @@ class Crew(Closing):
     ) -> None:
         self._player = Player(make_environment(environment_id, options))
         self.facts = self._player.facts
-        self._known = known_of(environment_id, options)
+        self._known = pack_environment(environment_id, options)
         several = processes > 1 and self._known is not None
         self._pool = WorkerPool(processes) if several else None
 
@@ -219,10 +219,10 @@ class Crew(Closing):
 
 
 @functools.cache
-def _player(known: Known) -> Player:
-    return Player(known.make())
+def _player(pack: Pack) -> Player:
+    return Player(pack.make())
 
 
-def play_in_worker(caller: Caller, known: Known, plan: EpisodePlan) -> Episode:
+def play_in_worker(caller: Caller, pack: Pack, plan: EpisodePlan) -> Episode:
     """Do one job of `Crew` in a worker."""
-    return _player(known).play(plan)
+    return _player(pack).play(plan)
