@@ -17,7 +17,7 @@ from gear_offline.core.types import BoolArray
 from gear_offline.data.sources import open_source
 from gear_offline.data.sources.base import Source
 from gear_offline.data.sources.columns import split_names
-from gear_offline.data.sources.combine import turned, with_columns
+from gear_offline.data.sources.combine import adapt_columns, with_columns
 from gear_offline.data.sources.edit import (
     EpisodeFunction,
     edit_source,
@@ -111,7 +111,7 @@ class Edits:
 
     def name_columns(self, source: Source) -> Source:
         """Return an open source under these names."""
-        return turned(with_columns(source, dict(self.names)))
+        return adapt_columns(with_columns(source, dict(self.names)))
 
     def shift_rows(self, source: Source) -> Source:
         """Return the source with its columns shifted."""

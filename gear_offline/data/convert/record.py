@@ -31,7 +31,7 @@ from gear_offline.data.dataset.statistics import distribution
 from gear_offline.data.sources.base import Source, SourceInfo
 from gear_offline.data.sources.flat import REQUIRED
 from gear_offline.data.sources.input_files import InputFile
-from gear_offline.data.sources.uri import place_of
+from gear_offline.data.sources.uri import find_local_path
 from gear_offline.errors import InputError
 
 BLOCK_STEPS = 1 << 20  # of rewards that are compared, at a time
@@ -141,7 +141,7 @@ def find_changes(source: str, dataset: Dataset) -> Iterator[str]:
 
     A file is digested only if it has its size and was written to after the dataset was.
     """
-    place, written = place_of(source), (dataset.path / MANIFEST_NAME).stat()
+    place, written = find_local_path(source), (dataset.path / MANIFEST_NAME).stat()
     recorded = dataset.manifest.source.files
     if place is None or not recorded:
         return

@@ -1,4 +1,4 @@
-"""Episodes that a program holds in memory, as a source: what no file of a known layout has.
+"""Episodes that a program holds in memory, as a source.
 
 Shape legend: N steps, E episodes, T steps of an episode.
 """
@@ -18,7 +18,7 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray
 from gear_offline.data.sources.base import Piece, Source, SourceInfo
 from gear_offline.data.sources.columns import common_columns, row_kinds
-from gear_offline.data.sources.combine import turned
+from gear_offline.data.sources.combine import adapt_columns
 from gear_offline.data.sources.episode_ends import judge_ends
 from gear_offline.data.sources.flags import FLAGS, MEANING, SCALARS, flag_values
 from gear_offline.data.sources.flat import flat_source
@@ -91,8 +91,8 @@ def from_episodes(
     check_kind(episodes, Iterable, "episodes", f"give {_ONE_EACH}")
     check_environment_id(environment, where="environment")
     read, terminated, notes = read_episodes(episodes)
-    named = ((f"episode {n}", row_kinds(columns)) for n, columns in enumerate(read))
-    kinds, _ = common_columns(named, remedy=SAME)
+    episode_kinds = ((f"episode {n}", row_kinds(columns)) for n, columns in enumerate(read))
+    kinds, _ = common_columns(episode_kinds, remedy=SAME)
     if not any(n.split("/")[0] == OBSERVATIONS for n in kinds):
         note = f"no column is named {OBSERVATIONS}, which training takes unless "
         note += f"loader.observations names others: {', '.join(kinds)}"
@@ -144,19 +144,18 @@ def from_arrays(
     """
     check_kind(columns, Mapping, "columns", "give a mapping of column names to arrays")
     check_environment_id(environment, where="environment")
-    named = _named(columns, "")
-    metadata = {key: named.pop(key) for key in tuple(named) if key.split("/")[0] == METADATA}
+    values = _flatten(columns, "")
+    metadata = {key: values.pop(key) for key in tuple(values) if key.split("/")[0] == METADATA}
     marks = {mark[2]: mark[1] for mark in MARK.finditer(rule or "")}
-    ids = {
-        k: np.asarray(named[k]) for k, kind in marks.items() if kind in ("ids", "by") and k in named
-    }
-    others = {k: rows.astype(str) for k, rows in ids.items() if rows.dtype.kind in "OU"}
-    arrays = {k: as_rows(value, k, "") for k, value in named.items() if k not in others}
-    others |= {k: arrays.pop(k) for k in arrays.keys() & marks if marks[k] in BOUNDS}
+    names = (name for name, label in marks.items() if label in ("ids", "by") and name in values)
+    ids = {name: np.asarray(values[name]) for name in names}
+    mark_columns = {k: rows.astype(str) for k, rows in ids.items() if rows.dtype.kind in "OU"}
+    arrays = {k: as_rows(value, k, "") for k, value in values.items() if k not in mark_columns}
+    mark_columns |= {k: arrays.pop(k) for k in arrays.keys() & marks if marks[k] in BOUNDS}
     _check_rows(arrays, "")
     source = flat_source(
         arrays,
-        others=others,
+        mark_columns=mark_columns,
         uri=name,
         format="arrays",
         rule=rule,
@@ -164,13 +163,13 @@ def from_arrays(
         where=name,
         facts={**({METADATA: metadata} if metadata else {}), **(attributes or {})},
     )
-    return turned(source, rule)
+    return adapt_columns(source, rule)
 
 
 def read_episodes(
     episodes: Iterable[Mapping[str, Any]],
 ) -> tuple[list[Columns], BoolArray, list[str]]:
-    """Return the columns of at least one episode, which terminated, and what is not known."""
+    """Return the columns of at least one episode, which terminated, and doubts about that."""
     read = [read_episode(episode, f"episode {n}") for n, episode in enumerate(episodes)]
     if not read:
         raise misfit("there are no episodes", remedy="give at least one")
@@ -194,8 +193,8 @@ def end_flags(episode: Mapping[str, Any], where: str = "an episode") -> dict[str
     for name, rows in flags.items():
         flags[name] = flag_values(rows, name, where)
         if (inside := np.flatnonzero(flags[name][:-1])).size:
-            what = f"true at step {inside[0]} of {len(rows)}, where the episode goes on"
-            raise _in_column(what, where, "cut the episode there, or rename the column", name)
+            problem = f"true at step {inside[0]} of {len(rows)}, where the episode goes on"
+            raise _in_column(problem, where, "cut the episode there, or rename the column", name)
     return {name: bool(rows[-1:].any()) for name, rows in flags.items()}
 
 
@@ -208,22 +207,22 @@ def read_episode(episode: Mapping[str, Any], where: str) -> Columns:
     """Return an episode's columns, and flags that are one value."""
     if not isinstance(episode, Mapping):
         raise misfit(f"an episode is a {type(episode).__name__}", where, f"give {_ONE_EACH}")
-    arrays = {key: as_rows(value, key, where) for key, value in _named(episode, where).items()}
+    arrays = {key: as_rows(value, key, where) for key, value in _flatten(episode, where).items()}
     _split_observations(arrays, where)
     _check_rows({n: rows for n, rows in arrays.items() if rows.ndim or n not in FLAGS}, where)
     return arrays
 
 
-def _named(columns: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, Any]:
+def _flatten(columns: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, Any]:
     """Return nested mappings by column name; two of one name are refused."""
-    named: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in columns.items():
         name = f"{prefix}{key}"
-        below = _named(value, where, f"{name}/") if isinstance(value, Mapping) else {name: value}
-        for twice in named.keys() & below.keys():
+        below = _flatten(value, where, f"{name}/") if isinstance(value, Mapping) else {name: value}
+        for twice in leaves.keys() & below.keys():
             raise _in_column("a column is given twice", where, "give each one once", twice)
-        named |= below
-    return named
+        leaves |= below
+    return leaves
 
 
 def as_rows(value: Any, column: str, where: str) -> Array:

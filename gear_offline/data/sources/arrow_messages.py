@@ -40,31 +40,31 @@ class FlatTable(NamedTuple):
         """Return the table that a buffer begins with."""
         return cls(content, _number(content, 0, "I"))
 
-    def place(self, field: int) -> int:
+    def offset(self, field: int) -> int:
         """Return the place of a field, 0 where it is not there."""
         fields = self.at - _number(self.content, self.at, "i")
         entry = 4 + 2 * field
-        there = entry < _number(self.content, fields, "H")
-        place = _number(self.content, fields + entry, "H") if there else 0
-        return self.at + place if place else 0
+        has_entry = entry < _number(self.content, fields, "H")
+        offset = _number(self.content, fields + entry, "H") if has_entry else 0
+        return self.at + offset if offset else 0
 
-    def number(self, field: int, kind: str) -> int:
+    def number(self, field: int, code: str) -> int:
         """Return a field that is a number, of a type of the module `struct`."""
-        place = self.place(field)
-        return _number(self.content, place, kind) if place else 0
+        offset = self.offset(field)
+        return _number(self.content, offset, code) if offset else 0
 
     def table(self, field: int) -> FlatTable:
         """Return a field that is a table."""
-        place = self.place(field)
-        return FlatTable(self.content, place + _number(self.content, place, "I"))
+        offset = self.offset(field)
+        return FlatTable(self.content, offset + _number(self.content, offset, "I"))
 
     def structs(self, field: int, dtype: np.dtype[Any]) -> Array:
         """Return a field that is a list of structs."""
-        if not (place := self.place(field)):
+        if not (offset := self.offset(field)):
             return np.empty(0, dtype)
-        place += _number(self.content, place, "I")
-        count = _number(self.content, place, "I")
-        return np.frombuffer(self.content, dtype, count, place + 4)
+        offset += _number(self.content, offset, "I")
+        count = _number(self.content, offset, "I")
+        return np.frombuffer(self.content, dtype, count, offset + 4)
 
 
 def read_batches(raw: Any, size: int) -> list[Batch]:
@@ -72,14 +72,14 @@ def read_batches(raw: Any, size: int) -> list[Batch]:
     batches, stored = list[Batch](), 0
     for at in _messages(raw, size):
         message, body, end = _read_header(raw, at)
-        kind, stored = message.number(1, "B"), stored + end - at
+        code, stored = message.number(1, "B"), stored + end - at
         if not at < end <= size or stored > size:
             raise ValueError("a batch is cut short, or two are in one place")
-        if kind in (DICTIONARY, BATCH):
+        if code in (DICTIONARY, BATCH):
             batch = message.table(2)
-            batch = batch.table(1) if kind == DICTIONARY else batch
-            claimed = _claimed(raw, body, batch)
-            batches.append(Batch(batch.number(0, "q"), end - body, claimed, kind == DICTIONARY))
+            batch = batch.table(1) if code == DICTIONARY else batch
+            claimed = _sum_unpacked_bytes(raw, body, batch)
+            batches.append(Batch(batch.number(0, "q"), end - body, claimed, code == DICTIONARY))
     return batches
 
 
@@ -121,10 +121,10 @@ def _read_header(raw: Any, at: int) -> tuple[FlatTable, int, int]:
     return message, body, body + message.number(3, "q")
 
 
-def _claimed(raw: Any, body: int, batch: FlatTable) -> int:
+def _sum_unpacked_bytes(raw: Any, body: int, batch: FlatTable) -> int:
     """Return the bytes of a batch's buffers; a compressed one begins with its size, or -1."""
     buffers = batch.structs(2, BUFFER)
-    if not batch.place(3):
+    if not batch.offset(3):
         return int(buffers["size"].sum())
     claimed = 0
     for at, size in buffers[buffers["size"] > 0].tolist():
@@ -134,5 +134,5 @@ def _claimed(raw: Any, body: int, batch: FlatTable) -> int:
     return claimed
 
 
-def _number(content: bytes, at: int, kind: str) -> int:
-    return int(struct.unpack_from(f"<{kind}", content, at)[0])
+def _number(content: bytes, at: int, code: str) -> int:
+    return int(struct.unpack_from(f"<{code}", content, at)[0])

@@ -86,8 +86,8 @@ class Piece:
         return cls(read=read, steps=next(iter(columns.values())).shape[0])
 
 
-class Asked(NamedTuple):
-    """The wishes of a user: a boundary rule, names of columns, a robomimic filter key."""
+class Request(NamedTuple):
+    """A user's request: a source, a boundary rule, names of columns, a robomimic filter key."""
 
     uri: str
     rule: str | None
@@ -124,7 +124,7 @@ class Source(Closing):
             for name, (dtype, shape) in columns.items()
         }
         names = legal_names(columns)
-        self._stored = {new: old for old, new in names.items()}
+        self._origins = {name: stored for stored, name in names.items()}
         self.stored_names = [*columns]  # the format's own
         self.usual = usual or {}
         self._pieces = tuple(pieces)
@@ -138,34 +138,34 @@ class Source(Closing):
         self.terminated: BoolArray = np.array(flags, np.bool_)
         either = True if truncated is None else np.asarray(truncated, np.bool_)
         self.truncated: BoolArray = ~self.terminated & either
-        kinds = [(names[name], *kind) for name, kind in columns.items()]
-        specs = (ColumnSpec(name=name, dtype=dtype, shape=shape) for name, dtype, shape in kinds)
         steps, episodes = self.episodes.steps, self.episodes.episodes
+        specs = [ColumnSpec(name=names[n], dtype=d, shape=s) for n, (d, s) in columns.items()]
         self.spec = TableSpec(columns=tuple(specs), steps=steps, episodes=episodes)
         self.info = info
         self.where = info.files[0].path if len(info.files) == 1 else info.uri
         self.warn(*["an axis of one environment is left out"] * single)
-        self.warn(*(f"{old!r} is the column {new}" for old, new in names.items() if old != new))
+        changes = [(stored, name) for stored, name in names.items() if stored != name]
+        self.warn(*(f"{stored!r} is the column {name}" for stored, name in changes))
 
-    def derived(
+    def derive(
         self,
         pieces: Sequence[Piece],
         columns: Kinds | None = None,
-        chosen: Any = ...,
+        episodes: Any = ...,
         **options: Any,
     ) -> Source:
-        """Return a source of other rows or columns of the `chosen` of its episodes."""
-        own = {
-            "lengths": self.episodes.lengths[chosen],
-            "terminated": self.terminated[chosen],
-            "truncated": self.truncated[chosen],
+        """Return a source of other rows or columns of some `episodes` of this one."""
+        defaults = {
+            "lengths": self.episodes.lengths[episodes],
+            "terminated": self.terminated[episodes],
+            "truncated": self.truncated[episodes],
             "info": self.info,
             "preferred": {c.name: self.preferred_rows(c.name) for c in self.spec},
         }
-        return Source(pieces, kinds_of(self) if columns is None else columns, **own | options)
+        return Source(pieces, kinds_of(self) if columns is None else columns, **defaults | options)
 
     def warn(self, *notes: str) -> None:
-        """Put warnings behind those that there are."""
+        """Add warnings to those that there are, each once."""
         if notes:
             before = texts(self.info.attributes.get("warnings"))
             self.info = self.info.with_facts(warnings=[*dict.fromkeys([*before, *notes])])
@@ -174,38 +174,38 @@ class Source(Closing):
         """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""
         if not 0 <= start <= stop <= self.spec.steps:
             raise IndexError(f"rows [{start}, {stop}) of {self.spec.steps}")
-        spec, name = self.spec[column], self._stored[column]
+        spec, stored = self.spec[column], self._origins[column]
         index = int(np.searchsorted(self._firsts, start, side="right")) - 1
-        parts = [np.empty((0, *spec.shape), spec.dtype)] if start == stop else []
+        blocks = [np.empty((0, *spec.shape), spec.dtype)] if start == stop else []
         while start < stop:
             piece, first = self._pieces[index], int(self._firsts[index])
             end, shift = min(first + piece.steps, stop), piece.first - first
             # Nothing that a library raises of foreign bytes is an error of ours.
             with reading_errors(self.info.format, self.where) if self.info.files else nullcontext():
-                rows = piece.read(name, start + shift, end + shift)
+                rows = piece.read(stored, start + shift, end + shift)
             fits = rows.size == (end - start) * prod(spec.shape)
             if not fits or not np.can_cast(rows.dtype, spec.dtype):
                 problem = (
                     f"a step is {rows.dtype} {rows.shape[1:]}, another {spec.dtype} {spec.shape}"
                 )
                 raise misfit(problem, f"{self.where}: {column}", DIFFERS)
-            parts.append(rows.astype(spec.dtype, copy=False).reshape(end - start, *spec.shape))
+            blocks.append(rows.astype(spec.dtype, copy=False).reshape(end - start, *spec.shape))
             start, index = end, index + 1
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
 
     def column(self, name: str) -> Any:
         """Return a column as what has its ``shape`` and ``read(start, stop)``."""
         shape = (self.spec.steps, *self.spec[name].shape)
         return SimpleNamespace(shape=shape, read=partial(self.read, name))
 
-    def named(self, stored: str) -> str:
+    def find_column(self, stored: str) -> str:
         """Return the column, or group of columns, that the format calls `stored`."""
-        columns = {old: new for new, old in self._stored.items()}
+        columns = {origin: name for name, origin in self._origins.items()}
         return columns.get(stored) or legal_names([stored])[stored]
 
     def preferred_rows(self, column: str) -> int:
         """Rows per read that suit the storage (a multiple of its chunks); at least 1."""
-        preferred = self._preferred.get(self._stored[column])
+        preferred = self._preferred.get(self._origins[column])
         return preferred or max(1, READ_BYTES // self.spec[column].step_bytes)
 
     def close(self) -> None:

@@ -41,64 +41,64 @@ def can_be_column(shape: tuple[int, ...] | None, dtype: np.dtype[Any] | None) ->
 
 def legal_names(names: Iterable[str]) -> dict[str, str]:
     """Return for each name the column's: ``_`` for what no column may have, a number if taken."""
-    columns, taken = dict[str, str](), set[str]()
+    columns, used = dict[str, str](), set[str]()
     for name in sorted(names, key=lambda n: not is_column_name(n)):  # legal ones stay
-        parts = (re.sub(r"[^A-Za-z0-9_.\-]", "_", part) for part in name.split("/"))
-        legal = "/".join(re.sub(r"^[.\-]|^$", "_", part) for part in parts)
+        segments = (re.sub(r"[^A-Za-z0-9_.\-]", "_", segment) for segment in name.split("/"))
+        legal = "/".join(re.sub(r"^[.\-]|^$", "_", segment) for segment in segments)
         legal = re.sub(r"\.\.+", ".", legal)[:MAX_NAME_CHARS].rstrip("/")
         number, unique = 2, legal
-        while unique.casefold() in taken:
+        while unique.casefold() in used:
             number, unique = number + 1, f"{legal[: MAX_NAME_CHARS - 10]}_{number}"
-        taken.add(unique.casefold())
+        used.add(unique.casefold())
         columns[name] = unique
     return columns
 
 
-def suggest_columns(stored: Iterable[str], others: Container[str]) -> str:
-    """Return a ready ``--columns`` for arrays of usual names and `others`; "" without actions."""
-    names, taken = list(stored), dict[str, str]()
+def suggest_columns(stored: Iterable[str], flags: Container[str]) -> str:
+    """Return a ready ``--columns`` for arrays of usual names and `flags`; "" without actions."""
+    names, origins = list(stored), dict[str, str]()
     for column, usual in USUAL_NAMES.items():
         fits = [n for name in usual for n in names if n.split("/")[-1].lower() == name]
-        taken |= {column: fits[0]} if fits else {}
-    if not {"observations", "actions"} <= taken.keys():
+        origins |= {column: fits[0]} if fits else {}
+    if not {"observations", "actions"} <= origins.keys():
         return ""
-    pairs = [new if new == old else f"{new}={old}" for new, old in taken.items()]
-    return ",".join([*pairs, *(name for name in names if name in others)])
+    pairs = [name if name == origin else f"{name}={origin}" for name, origin in origins.items()]
+    return ",".join([*pairs, *(name for name in names if name in flags)])
 
 
 def split_names(text: str) -> list[str]:
     """Return the columns that ``"a + b"`` names."""
-    return [part.strip().strip("/") for part in text.split("+")]
+    return [name.strip().strip("/") for name in text.split("+")]
 
 
 def names_after(stored: Iterable[str], names: Mapping[str, str]) -> set[str]:
     """Return the columns as they are called once the user's `names` are given."""
-    taken = {part for old in names.values() for part in split_names(old)}
-    return {*stored} - taken | {*names}
+    used = {name for origin in names.values() for name in split_names(origin)}
+    return {*stored} - used | {*names}
 
 
 def common_columns(
-    parts: Iterable[tuple[str, Kinds]],
-    needed: Container[str] | None = None,
+    tables: Iterable[tuple[str, Kinds]],
+    required: Container[str] | None = None,
     *,
     where: Path | str = "",
     remedy: str,
 ) -> tuple[Kinds, dict[str, str]]:
-    """Return the columns that all named parts have alike, what is left out and why.
+    """Return the columns that all named tables have alike, what is left out and why.
 
-    One that is `needed`, by its name up to the first ``/``, default each, is refused instead.
+    One that is `required`, by its name up to the first ``/``, default each, is refused instead.
     """
-    (first, kinds), *others = parts
+    (first, columns), *followers = tables
     left_out: dict[str, str] = {}
-    for part, own in others:
-        for name in {**kinds, **own} if own != kinds else ():
-            if name in left_out or kinds.get(name) == own.get(name):
+    for table, kinds in followers:
+        for name in {**columns, **kinds} if kinds != columns else ():
+            if name in left_out or columns.get(name) == kinds.get(name):
                 continue
-            new, old = ("{} {}".format(*k[name]) if name in k else "missing" for k in (own, kinds))
-            left_out[name] = f"{new} in {part}, {old} in {first}"
-            if needed is None or name.split("/")[0] in needed:
+            texts = ["{} {}".format(*k[name]) if name in k else "missing" for k in (kinds, columns)]
+            left_out[name] = f"{texts[0]} in {table}, {texts[1]} in {first}"
+            if required is None or name.split("/")[0] in required:
                 raise misfit(f"column {name} is {left_out[name]}", where, remedy)
-    return {name: kind for name, kind in kinds.items() if name not in left_out}, left_out
+    return {n: columns[n] for n in columns if n not in left_out}, left_out
 
 
 def some_names(names: Iterable[str], limit: int = 12) -> str:

@@ -70,16 +70,16 @@ def pick_episodes(source: Source, which: npt.ArrayLike) -> Source:
         ``SOURCE_READ`` if the source is not an open one.
     """
     _check_open(source)
-    chosen = chosen_episodes(which, source.episodes.episodes)
+    numbers = chosen_episodes(which, source.episodes.episodes)
     offsets = source.episodes.offsets
     # Episodes that follow each other are one piece: fewer and longer reads.
-    runs = np.split(chosen, np.flatnonzero(np.diff(chosen) != 1) + 1)
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
     bounds = ((int(offsets[run[0]]), int(offsets[run[-1] + 1])) for run in runs)
     pieces = [Piece(read=source.read, first=a, steps=b - a) for a, b in bounds]
-    picked = f"{chosen.size:,} of {count_text(source.episodes.episodes, 'episode')}"
+    picked = f"{numbers.size:,} of {count_text(source.episodes.episodes, 'episode')}"
     info = replace(source.info.with_facts(picked=picked), edges=())  # another row may be the first
-    derived = source.derived(pieces, chosen=chosen, info=info)
-    if chosen.size < source.spec.episodes and info.attributes.get("warnings"):
+    derived = source.derive(pieces, episodes=numbers, info=info)
+    if numbers.size < source.spec.episodes and info.attributes.get("warnings"):
         derived.warn("these warnings count all episodes, before some were picked")
     return derived
 
@@ -109,22 +109,22 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
         _check_open(source)
     if not sources:
         raise misfit("no source to join", remedy="give at least one")
-    parts = [(source.info.uri, kinds_of(source)) for source in sources]
-    needed, remedy = ("observations", "actions", "rewards"), "write them alike, or convert apart"
-    columns, left_out = common_columns(parts, needed, where="sources to join", remedy=remedy)
+    kinds = [(source.info.uri, kinds_of(source)) for source in sources]
+    required, remedy = ("observations", "actions", "rewards"), "write them alike, or convert apart"
+    columns, left_out = common_columns(kinds, required, where="sources to join", remedy=remedy)
     infos = [source.info for source in sources]
-    texts = [(i.uri, text) for i in infos for text in i.attributes.get("warnings", ())]
-    count = Counter(text for _, text in texts)  # what several parts say is said once
-    notes = [text if count[text] > 1 else f"{uri}: {text}" for uri, text in texts]
+    warnings = [(i.uri, text) for i in infos for text in i.attributes.get("warnings", ())]
+    count = Counter(text for _, text in warnings)  # what several parts say is said once
+    notes = [text if count[text] > 1 else f"{uri}: {text}" for uri, text in warnings]
     shared: dict[str, Any] = {"format": "joined", "rule": "that of each part"}
-    named = ("environment_id", "environment_options", "reference_name", "scores")
-    for fact in ("format", "rule", *named):
+    environment_facts = ("environment_id", "environment_options", "reference_name", "scores")
+    for fact in ("format", "rule", *environment_facts):
         values = [getattr(info, fact) for info in infos]
         if all(value == values[0] for value in values):
             shared[fact] = values[0]
         elif fact not in shared:
-            kinds = ", ".join(sorted(set(map(str, values))))
-            notes.append(f"the parts differ in {fact.replace('_', ' ')}: {kinds}")
+            texts = ", ".join(sorted(set(map(str, values))))
+            notes.append(f"the parts differ in {fact.replace('_', ' ')}: {texts}")
     alike, different = _compare_facts([info.attributes for info in infos])
     codes, numbers, unknown = _join_codes(sources, columns)
     notes += [*different, *unknown]
@@ -132,9 +132,9 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
     if cut := sum(0 < tail < steps for tail, steps in tails[:-1]):
         notes.append(f"{count_text(cut, 'part')} without an end of the last episode: truncated")
     edges = [info.edges for info in infos]
-    if same := sum(bool(a and b) and np.array_equal(a[1], b[0]) for a, b in pairwise(edges)):
-        what = f"{count_text(same, 'episode')} cut where another part begins: of one id there"
-        notes.append(f"{what}; join such rows first, as pandas.concat does")
+    if cuts := sum(bool(a and b) and np.array_equal(a[1], b[0]) for a, b in pairwise(edges)):
+        finding = f"{count_text(cuts, 'episode')} cut where another part begins: of one id there"
+        notes.append(f"{finding}; join such rows first, as pandas.concat does")
     edits = [info.attributes.get("reward_edits", []) for info in infos]
     made_of: dict[str, str] = {}
     for info in infos:
@@ -161,7 +161,7 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
                 "part_episodes": [(s.info.uri, s.spec.episodes) for s in sources[:MOST_NAMED]],
                 "left_out": left_out,
                 "columns_from": made_of,
-                "reward_edits": edits[0] if all(own == edits[0] for own in edits) else [None],
+                "reward_edits": edits[0] if all(edit == edits[0] for edit in edits) else [None],
                 "warnings": [*dict.fromkeys(notes)],
             },
             **shared,
@@ -169,19 +169,17 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
     )
 
 
-def _compare_facts(parts: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+def _compare_facts(attributes: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
     """Return the facts of steps that all parts have alike, and a line of each that differs."""
-    first, notes = parts[0], list[str]()
-    names = dict.fromkeys(name for part in parts for name in part if name not in RECORDS)
-    alike = {n for n in names if all(n in part and part[n] == first.get(n) for part in parts)}
-    leaves = [
-        _leaves({n: part[n] for n in names if n in part and n not in alike}) for part in parts
-    ]
-    for fact in dict.fromkeys(name for part in leaves for name in part):
-        values = {str(part[fact]) for part in leaves if fact in part}
+    first, notes = attributes[0], list[str]()
+    names = dict.fromkeys(name for facts in attributes for name in facts if name not in RECORDS)
+    alike = {n for n in names if all(n in f and f[n] == first.get(n) for f in attributes)}
+    leaves = [_leaves({n: f[n] for n in names if n in f and n not in alike}) for f in attributes]
+    for fact in dict.fromkeys(name for facts in leaves for name in facts):
+        values = {str(facts[fact]) for facts in leaves if fact in facts}
         if len(values) > 1 and FACTS.search(fact):
-            shown = some_names(value[:MOST_SHOWN] for value in values)
-            notes.append(f"the parts differ in {fact}: {shown}")
+            texts = some_names(value[:MOST_SHOWN] for value in values)
+            notes.append(f"the parts differ in {fact}: {texts}")
     return {name: first[name] for name in names if name in alike and FACTS.search(name)}, notes
 
 
@@ -216,8 +214,8 @@ def _join_codes(
         if any(table != tables[0] for table in tables):
             texts = list(dict.fromkeys(text for table in tables for text in table.values()))
             places = {text: number for number, text in enumerate(texts)}
-            for part, table in zip(numbers, tables, strict=True):
-                part[column] = {int(number): places[text] for number, text in table.items()}
+            for recoding, table in zip(numbers, tables, strict=True):
+                recoding[column] = {int(number): places[text] for number, text in table.items()}
             tables = [{str(number): text for text, number in places.items()}]
             notes.append(f"{column} is numbered anew, as the parts name its numbers otherwise")
         codes[column] = tables[0]
@@ -250,65 +248,65 @@ def with_columns(source: Source, names: Mapping[str, str] | None) -> Source:
     that gets it.  What is usual is made too, where nothing else is asked for.
     """
     usual = source.usual
-    names = {new: usual.get(old, old) for new, old in (names or {}).items()}
+    names = {name: usual.get(text, text) for name, text in (names or {}).items()}
     names |= {
-        new: old
-        for new, old in usual.items()
-        if new.removeprefix("next_") not in names and old not in names.values()
+        name: text
+        for name, text in usual.items()
+        if name.removeprefix("next_") not in names and text not in names.values()
     }
     if not names:
         return source
-    parts: dict[str, list[ColumnSpec]] = {}
-    for new, old in names.items():
-        parts |= _taken(source, new, split_names(old))
-    moved = {column.name for taken in parts.values() for column in taken} | names.keys()
-    below = tuple(f"{new}/" for new in names)
-    rest = [c for c in source.spec if c.name not in moved and not c.name.startswith(below)]
-    parts |= {column.name: [column] for column in rest}
+    origins: dict[str, list[ColumnSpec]] = {}
+    for name, text in names.items():
+        origins |= _find_origins(source, name, split_names(text))
+    moved = {column.name for columns in origins.values() for column in columns} | names.keys()
+    below = tuple(f"{name}/" for name in names)
+    kept_columns = [c for c in source.spec if c.name not in moved and not c.name.startswith(below)]
+    origins |= {column.name: [column] for column in kept_columns}
     kinds = {
-        new: (of[0].dtype, of[0].shape)
+        name: (of[0].dtype, of[0].shape)
         if len(of) == 1
         else (np.result_type(*(o.dtype for o in of)), (sum(prod(o.shape) for o in of),))
-        for new, of in parts.items()
+        for name, of in origins.items()
     }
 
     def read(column: str, start: int, stop: int) -> Array:
-        rows = [source.read(part.name, start, stop) for part in parts[column]]
-        if len(rows) == 1:
-            return rows[0]
-        return np.concatenate([part.reshape(stop - start, -1) for part in rows], axis=1)
+        blocks = [source.read(origin.name, start, stop) for origin in origins[column]]
+        if len(blocks) == 1:
+            return blocks[0]
+        return np.concatenate([block.reshape(stop - start, -1) for block in blocks], axis=1)
 
     facts = source.info.attributes
-    codes = {old: table for old, table in facts.get(CODES, {}).items() if old in parts}
+    codes = {name: table for name, table in facts.get(CODES, {}).items() if name in origins}
     codes |= {
-        new: facts[CODES][of[0].name]
-        for new, of in parts.items()
+        name: facts[CODES][of[0].name]
+        for name, of in origins.items()
         if len(of) == 1 and of[0].name in facts.get(CODES, {})
     }
-    made_of = {new: " + ".join(split_names(old)) for new, old in names.items()}
+    made_of = {name: " + ".join(split_names(text)) for name, text in names.items()}
     made_of = {**facts.get("columns_from", {}), **made_of}
     notes = [n for n in facts.get("warnings", ()) if n.split(" is the column ")[-1] not in moved]
-    return source.derived(
+    return source.derive(
         [Piece(read=read, steps=source.spec.steps)],
         kinds,
         info=source.info.with_facts(
             columns_from=made_of, warnings=notes, **({CODES: codes} if codes else {})
         ),
-        preferred={new: min(source.preferred_rows(o.name) for o in p) for new, p in parts.items()},
+        preferred={n: min(source.preferred_rows(o.name) for o in of) for n, of in origins.items()},
     )
 
 
-def turned(source: Source, rule: str | None = None) -> Source:
+def adapt_columns(source: Source, rule: str | None = None) -> Source:
     """Return `source` with the channels of observed frames last, as encoders and videos have them.
 
     They are uint8 or uint16 of shape (C, h, w) a step; a stack of grey frames is one with as many
     channels.  A flag that the rule reads by a value, ``FLAG=VALUE``, becomes true or false.
     """
     groups = ("observations", "next_observations")
-    kept = [c for c in source.spec if c.name.split("/")[0] in groups]
-    observed = [c for c in kept if c.dtype in (np.uint8, np.uint16)]
-    turned = {c.name: channels_last(c.shape) for c in observed}
-    first = {name: shape for name, shape in turned.items() if shape != source.spec[name].shape}
+    columns = [c for c in source.spec if c.name.split("/")[0] in groups]
+    observed = [c for c in columns if c.dtype in (np.uint8, np.uint16)]
+    targets = {c.name: channels_last(c.shape) for c in observed}
+    first = {name: shape for name, shape in targets.items() if shape != source.spec[name].shape}
     values = {n: as_number(value) for n, value in split_values(rule)[1].items() if n in source.spec}
     if not (first or values):
         return source
@@ -321,42 +319,41 @@ def turned(source: Source, rule: str | None = None) -> Source:
 
     kinds = {n: (dtype, first.get(n, shape)) for n, (dtype, shape) in kinds_of(source).items()}
     kinds |= {name: (np.dtype(np.bool_), source.spec[name].shape) for name in values}
-    frames = source.derived([Piece(read=read, steps=source.spec.steps)], kinds)
+    frames = source.derive([Piece(read=read, steps=source.spec.steps)], kinds)
     shapes = ", ".join(f"{name} {source.spec[name].shape} to {first[name]}" for name in first)
     frames.warn(*[f"frames have their channels first and are turned: {shapes}"] * bool(first))
     return frames
 
 
-def _taken(source: Source, new: str, olds: Sequence[str]) -> dict[str, list[ColumnSpec]]:
-    """Return the columns that make `new`, or each column of a group that gets this name."""
+def _find_origins(source: Source, name: str, stored: Sequence[str]) -> dict[str, list[ColumnSpec]]:
+    """Return the columns that make `name`, or each column of a group that gets this name."""
     columns = {column.name: column for column in source.spec}
-    taken: list[ColumnSpec] = []
-    for old in olds:
-        name = source.named(old)
-        below = [n for n in columns if n == name or n.startswith(f"{name}/")]
+    origins: list[ColumnSpec] = []
+    for text in stored:
+        origin = source.find_column(text)
+        below = [n for n in columns if n == origin or n.startswith(f"{origin}/")]
         if not below:
-            why = source.info.attributes.get("left_out", {}).get(old)
-            near = nearest(old, [*columns])
+            why = source.info.attributes.get("left_out", {}).get(text)
+            near = nearest(text, [*columns])
             why = why or (near and f"did you mean {near!r}?")
-            problem = f"no {old!r} to take as {new!r}{f': {why}' if why else ''}"
+            problem = f"no {text!r} to take as {name!r}{f': {why}' if why else ''}"
             remedy = f"found: {some_names(columns)}"
-            if new in columns and len(olds) == 1:
-                remedy = f"the new name stands first: {old}={new}; {remedy}"
+            if name in columns and len(stored) == 1:
+                remedy = f"the new name stands first: {text}={name}; {remedy}"
             raise InputError("COLUMN", problem, source.info.uri, remedy)
-        if len(olds) == 1:
-            return {new + n.removeprefix(name): [columns[n]] for n in below}
-        if name not in columns:
-            problem = f"{old} is a group of {count_text(len(below), 'column')}"
-            raise InputError(
-                "COLUMN", problem, f"column {new}", f"name its parts: {'+'.join(below)}"
-            )
-        taken.append(columns[name])
-        dtype, shape = taken[-1].dtype, taken[-1].shape
-        if len(shape) > 1 or dtype.kind != taken[0].dtype.kind:
-            problem = f"{old} is {dtype} {shape} a step: it makes no column of {taken[0].dtype}"
+        if len(stored) == 1:
+            return {name + n.removeprefix(origin): [columns[n]] for n in below}
+        if origin not in columns:
+            problem = f"{text} is a group of {count_text(len(below), 'column')}"
+            remedy = f"name its columns: {'+'.join(below)}"
+            raise InputError("COLUMN", problem, f"column {name}", remedy)
+        origins.append(columns[origin])
+        dtype, shape = origins[-1].dtype, origins[-1].shape
+        if len(shape) > 1 or dtype.kind != origins[0].dtype.kind:
+            problem = f"{text} is {dtype} {shape} a step: it makes no column of {origins[0].dtype}"
             remedy = "join vectors of floats, or of integers; --map makes one of others"
-            raise InputError("COLUMN", problem, f"column {new}", remedy)
-    return {new: taken}
+            raise InputError("COLUMN", problem, f"column {name}", remedy)
+    return {name: origins}
 
 
 def observation_vectors(
@@ -371,21 +368,21 @@ def observation_vectors(
     stored = sorted(name for name in columns if f"{name}/".startswith(prefix))
     vectors = [n for n in stored if columns[n][0].kind == "f" and len(columns[n][1]) <= 1]
     used = vectors or stored
-    if not vectors and any(old.startswith(prefix) for old in names.values()):
+    if not vectors and any(origin.startswith(prefix) for origin in names.values()):
         return {}  # they are chosen one by one
     if not used or (not vectors and len(stored) > 1):
         remedy = f"take one: --columns observations={(*stored, 'NAME')[0]},actions"
         problem = f"observations are no vectors: {some_names(stored)}"
         raise InputError("COLUMN", problem, str(path), remedy)
     pairs = {"observations": used, "next_observations": [f"next_{name}" for name in used]}
-    return {new: " + ".join(of) for new, of in pairs.items() if {*of} <= {*columns}}
+    return {alias: " + ".join(of) for alias, of in pairs.items() if {*of} <= {*columns}}
 
 
 def dataset_source(dataset: Dataset) -> Source:
     """Return an opened dataset of GEAR shards as a source."""
     before = dataset.manifest.source
-    others = ("left_out", "picked", "options")  # that say nothing of what is there
-    attributes = {k: v for k, v in before.attributes.items() if k not in others}
+    stale = ("left_out", "picked", "options")  # that say nothing of what is there
+    attributes = {k: v for k, v in before.attributes.items() if k not in stale}
     if "warnings" in attributes:
         attributes["warnings"] = before.warnings
     attributes["converted_from"] = f"{before.uri} ({before.format}), digest {before.digest}"

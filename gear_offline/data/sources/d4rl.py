@@ -75,26 +75,25 @@ class D4rlFile(NamedTuple):
         stored: Mapping[str, Any],
         names: Mapping[str, str],
     ) -> D4rlFile | None:
-        """Find out by attributes, the file's name and its content; None: another layout.
+        """Find the family by attributes, the file's name and its content; None: another layout.
 
         Columns are those that the user's `names` make; widths are those of the `stored` ones, which
         have a ``shape``.
         """
-        here, is_exported = names_after(stored, names), EXPORTED in attributes
-        has_timeouts = "timeouts" in here
-        foreign = not has_timeouts and any(flag in here for flag in TIME_FLAGS)
-        is_d4rl = not foreign and {"observations", "actions", "rewards", "terminals"} <= here
+        columns, is_exported = names_after(stored, names), EXPORTED in attributes
+        has_timeouts = "timeouts" in columns
+        foreign = not has_timeouts and any(flag in columns for flag in TIME_FLAGS)
+        is_d4rl = not foreign and {"observations", "actions", "rewards", "terminals"} <= columns
         if not (is_exported or is_d4rl):
             return None
         env_id = str(attributes.get("env_id") or "")
         is_part = "gear_offline" in attributes and ".py:" in env_id  # FILE.py:Name, of `collect`
         environment = env_id if is_part or is_gymnasium_id(env_id) else None
-        wanted = ("observations", "actions")
-        columns = (stored.get(n, stored.get(names.get(n, ""))) for n in wanted)
-        widths = tuple(prod((getattr(column, "shape", None) or ())[1:]) for column in columns)
+        pair = (stored.get(n, stored.get(names.get(n, ""))) for n in ("observations", "actions"))
+        widths = tuple(prod((getattr(column, "shape", None) or ())[1:]) for column in pair)
         family, evidence, dataset = FAMILIES[-1], "attributes", dataset_of_file(name)
         if not (is_exported or {*names} & {*TERMINAL_FLAGS}):
-            family, evidence = _family_told(name, env_id, widths, here)
+            family, evidence = _find_family(name, env_id, widths, columns)
             dataset = dataset if widths in family.widths else None
         rule = family.rule if has_timeouts else family.rule_without_timeouts
         if is_exported:  # flags at their word
@@ -111,8 +110,8 @@ class D4rlFile(NamedTuple):
         """Return a warning of rows that look like a family's, and go by another `rule`."""
         if rule or self.family is FAMILIES[-1] or self.rule in (None, FAMILIES[-1].rule):
             return []
-        what = f"the rows look like {self.family.name}'s, whose episodes end by another rule"
-        return [f"{what}: --rule {self.rule} reads them so"]
+        finding = f"the rows look like {self.family.name}'s, whose episodes end by another rule"
+        return [f"{finding}: --rule {self.rule} reads them so"]
 
     def warnings(self, source: Source, *, overridden: bool) -> list[str]:
         """Return warnings of the episodes that the rule gave."""
@@ -120,14 +119,14 @@ class D4rlFile(NamedTuple):
         _, content, evidence = self.evidence.rpartition("content: ")
         notes: list[str] = []
         if content and family != "d4rl" and not overridden:
-            what = f"taken for {family} by its {evidence}: episodes end by {family}'s rule"
-            notes.append(f"{what}; rule='terminals|timeouts' overrides")
+            finding = f"taken for {family} by its {evidence}: episodes end by {family}'s rule"
+            notes.append(f"{finding}; rule='terminals|timeouts' overrides")
         if family == "mujoco" and limit and "timeouts" in source.info.rule:
             cut_short = source.truncated & (lengths < limit)
             cut_short[-1] &= not source.info.attributes["unfinished_tail_steps"]
             if cut := int(cut_short.sum()):
-                what = f"{count_text(cut, 'episode')} cut by a timeout before step {limit}"
-                notes.append(f"{what}, as in replay data: returns-to-go are too small (D4RL#162)")
+                finding = f"{count_text(cut, 'episode')} cut by a timeout before step {limit}, as"
+                notes.append(f"{finding} in replay data: returns-to-go are too small (D4RL#162)")
         if overridden:
             return notes
         if "timeouts" not in source.info.rule or family == "kitchen":
@@ -159,16 +158,16 @@ def is_gymnasium_id(name: str) -> bool:
     return re.fullmatch(id_text, name) is not None
 
 
-def _family_told(
-    name: str, env_id: str, widths: tuple[int, ...], here: Collection[str]
+def _find_family(
+    name: str, env_id: str, widths: tuple[int, ...], columns: Collection[str]
 ) -> tuple[Family, str]:
-    """Return the family, and what told it: the file's name, ``env_id``, or else its content.
+    """Return the family and its evidence: the file's name, ``env_id``, or else its content.
 
     Widths and columns must be the family's too.  A Gymnasium id says that the file was collected
     with today's flags, which need no repair: only D4RL's own files give terminals another meaning.
     """
     today = is_gymnasium_id(env_id)
-    fitting = [f for f in FAMILIES if widths in f.widths and (f.rule or "timeouts" not in here)]
+    fitting = [f for f in FAMILIES if widths in f.widths and (f.rule or "timeouts" not in columns)]
     for text, evidence in ((Path(name).stem, "name"), (env_id, "env_id")):
         for family in fitting:
             if re.search(family.pattern, text.lower()) and (not today or family.name == "mujoco"):
@@ -176,7 +175,7 @@ def _family_told(
     if today:
         return FAMILIES[-1], "env_id"
     for family in fitting:
-        if family.sign is not None and (not family.sign or family.sign in here):
+        if family.sign is not None and (not family.sign or family.sign in columns):
             column = f", the {family.sign} column" if family.sign else ""
             return family, f"content: {widths[0]} observations, {widths[1]} actions{column}"
     return FAMILIES[-1], "content: D4RL's column names"
@@ -204,8 +203,8 @@ def _download(url: str, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         with (
             urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer,
-            new_file(target, overwrite=True) as part,
-            open(part, "wb") as file,
+            new_file(target, overwrite=True) as temporary,
+            open(temporary, "wb") as file,
         ):
             total = int(answer.headers.get("Content-Length") or 0)
             with Progress(f"download {target.name}", total=total, unit="bytes") as progress:

@@ -21,11 +21,11 @@ import numpy as np
 
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.data.sources.base import Asked, Piece, Source, SourceInfo
+from gear_offline.data.sources.base import Piece, Request, Source, SourceInfo
 from gear_offline.data.sources.columns import Kinds, can_be_column, kinds_of, row_kinds
 from gear_offline.data.sources.flags import BLOCK_ROWS
 from gear_offline.data.sources.input_files import InputFile, files_in, misfit
-from gear_offline.data.sources.npz import Member, reopened
+from gear_offline.data.sources.npz import Member, open_lazily
 
 _FRAMES = re.compile(r"\$store\$_observation_ckpt\.([0-9]{1,9})\.gz")
 _GAME = re.compile(r"[A-Z][A-Za-z]+")
@@ -45,7 +45,7 @@ def replay_folder(path: Path) -> Path | None:
     return None
 
 
-def open_dqn_replay(folder: Path, asked: Asked) -> Source:
+def open_dqn_replay(folder: Path, request: Request) -> Source:
     """Open one run's checkpoints, or the folder above; reads rewards, actions and terminals."""
     folder = replay_folder(folder.absolute()) or folder
     log, gaps, fresh = _open_log(folder)
@@ -63,13 +63,13 @@ def open_dqn_replay(folder: Path, asked: Asked) -> Source:
     stops = np.append(firsts[1:], rows)
     # Padding may be only where an episode begins; rows behind a gap are somewhere inside one.
     begins = np.where(firsts == 0, fresh, terminals[firsts - 1]) & ~np.isin(firsts, gaps)
-    known = firsts[begins & (firsts + PADDING <= rows)]
+    resets = firsts[begins & (firsts + PADDING <= rows)]
     quiet = ~(terminals | actions | rewards)
-    padded = known.size and all(quiet[known + n].all() for n in range(PADDING))
-    if padded and not log.read("observations", int(known[0]), int(known[0]) + PADDING).any():
+    padded = resets.size and all(quiet[resets + n].all() for n in range(PADDING))
+    if padded and not log.read("observations", int(resets[0]), int(resets[0]) + PADDING).any():
         firsts = firsts + PADDING * begins
-    kept = firsts < stops
-    firsts, stops = firsts[kept], stops[kept]
+    has_steps = firsts < stops
+    firsts, stops = firsts[has_steps], stops[has_steps]
     lengths = stops - firsts
     bounds = zip(firsts.tolist(), lengths.tolist(), strict=True)
     game = folder.parent.parent.name if folder.name == "replay_logs" else ""
@@ -96,7 +96,7 @@ def _open_log(folder: Path) -> tuple[Source, list[int], bool]:
     """Return all rows in the order of time, where some are missing, and if it is the beginning."""
     numbers = sorted(int(m[1]) for p in folder.iterdir() if (m := _FRAMES.fullmatch(p.name)))
     pieces, gaps, kinds = list[Piece](), list[int](), list[Kinds]()
-    known = steps = 0  # rows ever added, and those here
+    total = steps = 0  # rows ever added, and those here
     fresh = True
     opened: dict[str, Member] = {}
 
@@ -116,18 +116,18 @@ def _open_log(folder: Path) -> tuple[Source, list[int], bool]:
             raise misfit(f"{added.dtype} of shape {list(added.shape)} is no count", path)
         count = int(added.read(0, 1)[0])
         shapes = [m.shape for m in checkpoint.values() if can_be_column(m.shape, m.dtype)] or [()]
-        frames, *others = shapes
+        frames, *row_shapes = shapes
         capacity = frames[0] if len(frames) == 3 else 0
-        if not 1 <= capacity <= MAX_ROWS or count + known < 1 or others != [(capacity,)] * 3:
+        if not 1 <= capacity <= MAX_ROWS or count + total < 1 or row_shapes != [(capacity,)] * 3:
             raise misfit(f"arrays of shapes {shapes}, {count_text(count, 'row')} added", path)
         native = row_kinds(checkpoint)
         kinds.append(native)
         if native != kinds[0]:
             raise misfit("another shape or dtype than in those before", path)
-        if count < known:  # the buffer that is logged last counts from 0
-            count -= (count - known) // capacity * capacity
-        first = max(count - capacity, known)
-        if first > known:
+        if count < total:  # the buffer that is logged last counts from 0
+            count -= (count - total) // capacity * capacity
+        first = max(count - capacity, total)
+        if first > total:
             gaps += [steps] if steps else []
             fresh = fresh and steps > 0
         while first < count:
@@ -135,7 +135,7 @@ def _open_log(folder: Path) -> tuple[Source, list[int], bool]:
             length = min(capacity - row, count - first)
             pieces.append(Piece(read=partial(read, checkpoint), first=row, steps=length))
             first, steps = first + length, steps + length
-        known = count
+        total = count
     info = SourceInfo(uri=folder.name, format="dqn-replay", rule="none")
     log = Source(pieces, kinds[0], lengths=[steps], info=info)
     return log, gaps, fresh
@@ -143,4 +143,4 @@ def _open_log(folder: Path) -> tuple[Source, list[int], bool]:
 
 def _member(path: Path) -> Member:
     file = InputFile.find(path)
-    return Member(path, str(path), lambda: gzip.open(reopened(file)))
+    return Member(path, str(path), lambda: gzip.open(open_lazily(file)))

@@ -52,12 +52,12 @@ EpisodeFunction = Callable[[Columns], Mapping[str, Any]]
 
 
 def edit_source(
-    source: Source, function: EpisodeFunction | None, kept: BoolArray | None = None
+    source: Source, function: EpisodeFunction | None, mask: BoolArray | None = None
 ) -> Source:
     """Return the (E,) `kept` episodes of a source, all by default, as `function` changes them."""
     numbers = np.arange(source.spec.episodes)
-    if kept is not None:
-        numbers = np.flatnonzero(kept)
+    if mask is not None:
+        numbers = np.flatnonzero(mask)
         source = pick_episodes(source, numbers)
     if function is None or not numbers.size:
         return source
@@ -70,30 +70,30 @@ def shift_source(source: Source, shift: Mapping[str, int]) -> Source:
     So an action that led to its row stands at the row before.  The last rows of an episode, which
     then lack something, are left out; flags go with the largest shift.
     """
-    named = dict[str, int]()
+    shifts = dict[str, int]()
     for name, by in shift.items():
         below = [c.name for c in source.spec if c.name == name or c.name.startswith(f"{name}/")]
         if not below or type(by) is not int or not 0 <= by <= MOST_SHIFT:
             remedy = "write it like actions=1,rewards=1; columns here: "
             remedy += some_names(column.name for column in source.spec)
             raise InputError("USAGE", f"shift {name}={by} cannot be made", remedy=remedy)
-        named |= dict.fromkeys(below, by)
-    if not (most := max(named.values(), default=0)):
+        shifts |= dict.fromkeys(below, by)
+    if not (most := max(shifts.values(), default=0)):
         return source
     lengths, offsets = source.episodes.lengths, source.episodes.offsets
     if short := int((lengths <= most).sum()):
         source.warn(f"{count_text(short, 'episode')} of no more than {most} rows left out by shift")
-    by_column = {c.name: named.get(c.name, most * (c.name in FLAGS)) for c in source.spec}
+    by_column = {c.name: shifts.get(c.name, most * (c.name in FLAGS)) for c in source.spec}
 
     def read(column: str, start: int, stop: int) -> Array:
         return source.read(column, start + by_column[column], stop + by_column[column])
 
-    kept = np.flatnonzero(lengths > most)
-    if not kept.size:
+    long = np.flatnonzero(lengths > most)
+    if not long.size:
         problem = f"shift leaves nothing: no episode has more than {count_text(most, 'row')}"
         raise InputError("USAGE", problem, remedy="shift by fewer rows, or mend where episodes end")
-    pieces = [Piece(read=read, first=int(offsets[n]), steps=int(lengths[n]) - most) for n in kept]
-    return source.derived(pieces, chosen=kept, lengths=lengths[kept] - most)
+    pieces = [Piece(read=read, first=int(offsets[n]), steps=int(lengths[n]) - most) for n in long]
+    return source.derive(pieces, episodes=long, lengths=lengths[long] - most)
 
 
 def find_function(map: str | EpisodeFunction) -> tuple[EpisodeFunction, str]:
@@ -108,8 +108,8 @@ def find_function(map: str | EpisodeFunction) -> tuple[EpisodeFunction, str]:
     if not callable(function):
         remedy = "give FILE.py:function, module:function or, in Python, a function of an episode"
         raise InputError("USAGE", f"a {type(map).__name__} is no function", f"map {map}", remedy)
-    kind = getattr(function, "__qualname__", type(function).__name__)
-    origin = origin or f"{function.__module__}:{kind}"
+    qualname = getattr(function, "__qualname__", type(function).__name__)
+    origin = origin or f"{function.__module__}:{qualname}"
     with suppress(OSError, TypeError):  # typed at a prompt, or not written in Python
         content = Path(inspect.getsourcefile(function) or "").read_bytes()
         origin = f"{origin}, xxh3-128:{digest(content)}"
@@ -119,8 +119,8 @@ def find_function(map: str | EpisodeFunction) -> tuple[EpisodeFunction, str]:
 def _map_episodes(source: Source, function: EpisodeFunction, numbers: Sequence[int]) -> Source:
     """Return a source of what `function` makes of its episodes, some at a time; their numbers."""
     offsets = source.episodes.offsets
-    own = row_kinds(_call(function, _read(source, 0, int(offsets[1])), numbers[0]))
-    kinds = {**kinds_of(source), **own}
+    changes = row_kinds(_call(function, _read(source, 0, int(offsets[1])), numbers[0]))
+    kinds = {**kinds_of(source), **changes}
     step_bytes = sum(dtype.itemsize * prod(shape) for dtype, shape in kinds.values())
     # The first episode that begins in each run of so many steps begins a window.
     runs = offsets[:-1] // max(1, WINDOW_BYTES // step_bytes)
@@ -131,11 +131,11 @@ def _map_episodes(source: Source, function: EpisodeFunction, numbers: Sequence[i
         begin, end = firsts[index : index + 2]
         bounds = offsets[begin : end + 1] - offsets[begin]
         read = _read(source, int(offsets[begin]), int(offsets[end]))
-        arrays = {n: np.empty((bounds[-1], *shape), dtype) for n, (dtype, shape) in own.items()}
+        arrays = {n: np.empty((bounds[-1], *shape), dtype) for n, (dtype, shape) in changes.items()}
         for number, (a, b) in zip(numbers[begin:end], pairwise(bounds.tolist()), strict=True):
             changed = _call(function, {n: rows[a:b] for n, rows in read.items()}, number)
-            here = f"episode {number}", row_kinds(changed)
-            common_columns([(f"episode {numbers[0]}", own), here], remedy=SAME)
+            episode_kinds = f"episode {number}", row_kinds(changed)
+            common_columns([(f"episode {numbers[0]}", changes), episode_kinds], remedy=SAME)
             for name, rows in changed.items():
                 arrays[name][a:b] = rows
         return read | arrays
@@ -145,7 +145,7 @@ def _map_episodes(source: Source, function: EpisodeFunction, numbers: Sequence[i
 
     steps = np.diff(offsets[firsts]).tolist()
     pieces = [Piece(read=partial(read_made, n), steps=count) for n, count in enumerate(steps)]
-    return source.derived(pieces, kinds, by_piece=True)
+    return source.derive(pieces, kinds, by_piece=True)
 
 
 def _read(source: Source, start: int, stop: int) -> Columns:
@@ -203,20 +203,20 @@ def keep_episodes(expression: str, source: Source, numbers: Array) -> BoolArray:
                 problem = f"{_SHOWN.get(name, name)} is NaN in {count_text(count, 'episode')}"
                 source.warn(f"{problem}: no > or < of where keeps it")
         with np.errstate(all="ignore"):
-            kept = np.asarray(_value(tree.body, facts), np.bool_)
-        if kept.shape != (source.spec.episodes,):
+            mask = np.asarray(_value(tree.body, facts), np.bool_)
+        if mask.shape != (source.spec.episodes,):
             raise ValueError("it says nothing of episodes")
     except InputError as error:
         raise InputError(error.code, error.problem, error.where or where, error.remedy) from error
     except (SyntaxError, ValueError, ArithmeticError, MemoryError, RecursionError) as error:
         problem = error.msg if isinstance(error, SyntaxError) else first_line(error)
         raise InputError("USAGE", problem, where, remedy) from error
-    if kept.size and not kept.any():
-        problem = f"none of {count_text(kept.size, 'episode')} is kept"
+    if mask.size and not mask.any():
+        problem = f"none of {count_text(mask.size, 'episode')} is kept"
         ends = ((_SHOWN.get(n, n), v.min().item(), v.max().item()) for n, v in facts.items())
         ranges = "; ".join(f"{n} is {_number_text(a)} to {_number_text(b)}" for n, a, b in ends)
         raise InputError("SELECTION", problem, where, ranges)
-    return kept
+    return mask
 
 
 def _exact_number(text: str, number: float) -> Any:
@@ -233,19 +233,19 @@ def _value(node: ast.AST, facts: Mapping[str, Array]) -> Any:
         case ast.Name(id=name):
             return facts[name]
         case ast.UnaryOp(op=operation, operand=operand):
-            return _calculated(operation, _value(operand, facts))
+            return _calculate(operation, _value(operand, facts))
         case ast.BinOp(left=left, op=operation, right=right):
-            return _calculated(operation, _value(left, facts), _value(right, facts))
+            return _calculate(operation, _value(left, facts), _value(right, facts))
         case ast.BoolOp(op=operation, values=parts):
-            return reduce(partial(_calculated, operation), (_value(p, facts) for p in parts))
+            return reduce(partial(_calculate, operation), (_value(p, facts) for p in parts))
         case ast.Compare(left=left, ops=operations, comparators=others):
-            pairs = pairwise(_value(part, facts) for part in (left, *others))
-            results = (_calculated(o, *two) for o, two in zip(operations, pairs, strict=True))
+            pairs = pairwise(_value(term, facts) for term in (left, *others))
+            results = (_calculate(o, *two) for o, two in zip(operations, pairs, strict=True))
             return reduce(np.logical_and, results)
     raise ValueError(f"{ast.unparse(node)} is not understood")
 
 
-def _calculated(operation: ast.AST, *values: Any) -> Any:
+def _calculate(operation: ast.AST, *values: Any) -> Any:
     """Calculate in float64, or by Python's integers where it does not hold them."""
     if type(operation) not in _OPERATIONS:
         raise ValueError(f"{type(operation).__name__} is not understood")
@@ -262,19 +262,19 @@ def _calculated(operation: ast.AST, *values: Any) -> Any:
 
 def _fact(source: Source, name: str, numbers: Array) -> Array:
     """Return the (E,) values of a name in an expression."""
-    known: dict[str, Array] = {
+    facts: dict[str, Array] = {
         "length": source.episodes.lengths,
         "terminated": source.terminated,
         "truncated": source.truncated,
         "episode": numbers,
     }
-    if name in known:
-        return known[name]
+    if name in facts:
+        return facts[name]
     columns = [c.name for c in source.spec if c.shape in ((), (1,)) and c.dtype.kind != "c"]
     if name == "return" and "rewards" in columns:
         return _fold(source, "rewards", np.add, 0.0)
     if name not in columns:
-        names = [*known, *columns, *(["return"] if "rewards" in columns else [])]
+        names = [*facts, *columns, *(["return"] if "rewards" in columns else [])]
         near = nearest(name, names)
         why = source.info.attributes.get("left_out", {}).get(name)
         problem = f"unknown name {name!r}" + (f", did you mean {near!r}?" if near else "")

@@ -48,7 +48,7 @@ def split_episodes(
     `cuts` too.  One is terminated if its last row bears a terminal flag, which wins over a timeout
     on the same row.  Rows behind the last end form an episode that is truncated.
     """
-    asked, (rule, values) = rule, split_values(rule)
+    user_rule, (rule, values) = rule, split_values(rule)
     true = cache(lambda name: true_rows(table[name], name, where, values.get(name), flags))
     unnamed, note = dict[str, tuple[Int64Array, str]](), ""
     if rule is None:
@@ -57,43 +57,43 @@ def split_episodes(
         if not rule:
             raise _no_rule([*unnamed, *row_marks(table)], where)
     parsed = Rule.parse(rule, table, where)
-    others = {*flags} - {mark[2] for mark in parsed.marks}
-    if not parsed.ends and others & {*TERMINAL_FLAGS}:  # the rule ends episodes, flags say how
-        text, unknown = default_rule(others, true)
-        implied = Rule.parse(text, others, where)
+    other_flags = {*flags} - {mark[2] for mark in parsed.marks}
+    if not parsed.ends and other_flags & {*TERMINAL_FLAGS}:  # the rule ends episodes, flags say how
+        text, unknown = default_rule(other_flags, true)
+        implied = Rule.parse(text, other_flags, where)
         parsed = parsed._replace(terminals=implied.terminals, cuts=implied.cuts)
         note = unknown if parsed.marks and implied.terminals[0] in UNIONS else ""
     last = np.union1d(_ends(parsed, table, rows, true, where), cuts)
     tail = rows - 1 - int(last[-1]) if last.size else rows
     last = np.append(last, [rows - 1] * (tail > 0)).astype(np.int64)
-    for name, (tells, remedy) in unnamed.items():
-        if not np.isin(tells, last).all():
-            problem = f"{name} tells of {tells.size:,} episodes, and {rule} of {last.size:,} others"
+    for name, (ends, remedy) in unnamed.items():
+        if not np.isin(ends, last).all():
+            problem = f"{name} tells of {ends.size:,} episodes, and {rule} of {last.size:,} others"
             remedy = remedy or f"give --ends {name}"
             raise misfit(problem, where, f"{remedy}; or keep these by --rule '{rule}'")
     in_turn = [] if cuts.size else [*doubts(table, flags, last, rows)]
     for problem, remedy, is_certain in in_turn:
-        if is_certain and asked is None:
+        if is_certain and user_rule is None:
             raise misfit(problem, where, f"{remedy}; or keep these episodes by --rule '{rule}'")
     lengths = np.diff(last, prepend=np.int64(-1))
-    terminated = parsed.terminated(last, lengths, true)
+    terminated = parsed.judge(last, lengths, true)
     terminated[-1] &= not tail
     if parsed.marks and not np.isin(last, union(map(true, parsed.terminals))).all():
         note = ""  # they are not true at every end, so they tell how episodes ended
     notes = [note] if note else []
-    if asked and not parsed.terminals and CUTS not in asked:
+    if user_rule and not parsed.terminals and CUTS not in user_rule:
         notes.append(NO_TERMINATION)
-    for name in sorted(others) if asked else ():  # a rule may pass over flags
+    for name in sorted(other_flags) if user_rule else ():  # a rule may pass over flags
         with suppress(InputError):  # of other values, which it passes over for that
             notes += _inside({name: true(name)}, last)
-    if asked is None:
+    if user_rule is None:
         notes += _likely(table, flags, last, rows, where)
     notes += [f"{problem}: {remedy}" for problem, remedy, _ in in_turn]
-    for name in (part[6:-2] for part in row_marks(table) if part[:6] + part[-2:] == "first:=0"):
+    for name in (term[6:-2] for term in row_marks(table) if term[:6] + term[-2:] == "first:=0"):
         if inside := np.setdiff1d(falls(table[name], rows), last).size:
             problem = f"{name} falls at {count_text(inside, 'step')} inside episodes"
             notes.append(f"{problem}: sort their rows by it")
-    return asked or rule, lengths, terminated, tail, notes
+    return user_rule or rule, lengths, terminated, tail, notes
 
 
 def _likely(
@@ -106,8 +106,8 @@ def _likely(
         if column.shape == (rows,) and column.dtype.kind in "biu":
             with suppress(InputError):  # of other values
                 if inside := np.setdiff1d(true_rows(column, name, where), last).size:
-                    what = f"{name} is true at {count_text(inside, 'step')} inside episodes"
-                    notes.append(f"{what}; if they end there: --rename {name}=timeouts")
+                    finding = f"{name} is true at {count_text(inside, 'step')} inside episodes"
+                    notes.append(f"{finding}; if they end there: --rename {name}=timeouts")
     return notes
 
 
@@ -130,14 +130,14 @@ def _ends(
 def judge_ends(
     flags: Mapping[str, Any], lengths: Int64Array, rule: str | None, *, where: str
 ) -> tuple[BoolArray, list[str]]:
-    """Find the terminated episodes of a format that stores them apart, and what is not known.
+    """Find the terminated episodes of a format that stores them apart, and doubts about that.
 
     `flags` are columns as of `split_episodes`; their values at the last steps count.
     """
     last, (rule, values) = np.cumsum(lengths) - 1, split_values(rule)
     true = cache(lambda name: true_rows(flags[name], name, where, values.get(name), flags))
     if rule:
-        return Rule.parse(rule, flags, where).terminated(last, lengths, true), []
+        return Rule.parse(rule, flags, where).judge(last, lengths, true), []
     notes = _inside({name: true(name) for name in flags}, last)
     if not {*flags} & {*TERMINAL_FLAGS}:
         if not any(np.isin(last, true(name)).all() for name in flags):
@@ -145,7 +145,7 @@ def judge_ends(
         return np.zeros(last.size, np.bool_), notes
     text, note = default_rule(flags, lambda name: np.intersect1d(true(name), last))
     parsed = Rule.parse(text, flags, where)
-    ended = parsed.terminated(last, lengths, true)
+    ended = parsed.judge(last, lengths, true)
     # one flag that says nothing of time limits is enough, as the ends are known
     enough = len(parsed.ends) == 1 and not (ended.any() and parsed.ends[0] in UNIONS)
     return ended, notes if enough or not note else [*notes, note]

@@ -40,12 +40,11 @@ def chosen_flags(columns: Collection[str], names: Mapping[str, str]) -> dict[str
     Beside those of TorchRL's ``next`` the others are of the step before.
     """
     later = "next/" if any(f"next/{flag}" in columns for flag in FLAGS) else ""
-    flags = {new: old for new, old in names.items() if new in FLAGS and old in columns}
-    taken = set(flags.values())
-    for kind in (TERMINAL_FLAGS, TIME_FLAGS):
-        if not flags.keys() & {*kind}:
-            stored = {flag: later + flag for flag in kind}
-            flags |= {f: old for f, old in stored.items() if old in columns and old not in taken}
+    flags = {flag: origin for flag, origin in names.items() if flag in FLAGS and origin in columns}
+    free = {*columns} - {*flags.values()}
+    for group in (TERMINAL_FLAGS, TIME_FLAGS):
+        if not flags.keys() & {*group}:
+            flags |= {flag: later + flag for flag in group if later + flag in free}
     return {flag: flags[flag] for flag in FLAGS if flag in flags}
 
 
@@ -66,14 +65,14 @@ def flag_values(
         values = np.unique(rows)
         problem = f"{name} is no flag: it holds {', '.join(f'{v:g}' for v in values[:5])}"
         runs = 1 + np.count_nonzero(rows[1:] != rows[:-1])  # of an id each, or of other values
-        others = [flag for flag in flags if MEANING[flag] != MEANING.get(name)]
+        other_flags = [flag for flag in flags if MEANING[flag] != MEANING.get(name)]
         true = max(
             values, key=lambda value: (abs(value), value)
         )  # 255 of 0 and 255, -1 of -1 and 0
-        rule = "|".join([f"{name}={true:g}", *others])
+        rule = "|".join([f"{name}={true:g}", *other_flags])
         reads = f"--ends ids:{name}" if runs == values.size > 2 else f"--rule '{rule}'"
         remedy = f"{reads} may read it" if flags else remedy
-        if flags and not others and values.size == 3 and 2 * np.sum(rows == 0) > rows.size:
+        if flags and not other_flags and values.size == 3 and 2 * np.sum(rows == 0) > rows.size:
             end, cut = values[values != 0]
             remedy = f"--ends 'last:{name}={cut:g}|{name}={end:g}' if {end:g} is a termination and "
             remedy += f"{cut:g} a cut, or the other way round"
@@ -84,15 +83,15 @@ def true_rows(
     column: Any, name: str, where: str, value: str | None = None, flags: Collection[str] = ()
 ) -> Int64Array:
     """Return the rows at which a flag is true, or a column has a value."""
-    parts = [np.zeros(0, np.int64)]
-    for row, part in blocks_of(column):
+    hit_rows = [np.zeros(0, np.int64)]
+    for row, block in blocks_of(column):
         hits = (
-            flag_values(part, name, where, row, flags)
+            flag_values(block, name, where, row, flags)
             if value is None
-            else part == as_number(value)
+            else block == as_number(value)
         )
-        parts.append(np.flatnonzero(hits) + row)
-    return np.concatenate(parts)
+        hit_rows.append(np.flatnonzero(hits) + row)
+    return np.concatenate(hit_rows)
 
 
 def as_number(text: str) -> float:
@@ -105,5 +104,5 @@ def blocks_of(column: Any) -> Iterator[tuple[int, Array]]:
     rows = max(1, BLOCK_ROWS // max(prod(column.shape[1:]), 1))
     for row in range(0, column.shape[0], rows):
         stop = min(row + rows, column.shape[0])
-        part = column[row:stop] if isinstance(column, np.ndarray) else column.read(row, stop)
-        yield row, np.asarray(part)
+        block = column[row:stop] if isinstance(column, np.ndarray) else column.read(row, stop)
+        yield row, np.asarray(block)

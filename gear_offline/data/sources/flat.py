@@ -14,7 +14,7 @@ from typing import Any
 from gear_offline.config.problems import nearest
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.data.sources.base import Asked, Piece, Source, SourceInfo, own_scores
+from gear_offline.data.sources.base import Piece, Request, Source, SourceInfo, own_scores
 from gear_offline.data.sources.columns import (
     can_be_column,
     row_kinds,
@@ -38,25 +38,25 @@ EDITS = ("mapped", "reward_edits")  # attributes that a policy in the environmen
 OPTIONAL = ("rewards", "next_observations", *FLAGS)
 
 
-def open_hdf5(file: Hdf5File, asked: Asked) -> Source:
+def open_hdf5(file: Hdf5File, request: Request) -> Source:
     """Open an HDF5 file of D4RL's or the generic layout."""
     attributes, environment = file.attributes(), file.attributes().get("env_id")
     facts: dict[str, Any] = {"attributes": attributes, "metadata": file.metadata()}
-    options, whole = dict[str, Any](), partial[Any](file.attribute, "/")
+    options, read_attribute = dict[str, Any](), partial[Any](file.attribute, "/")
     with suppress(TypeError, ValueError, RecursionError):
-        options |= json.loads(str(whole("env_options")), parse_constant=str)
+        options |= json.loads(str(read_attribute("env_options")), parse_constant=str)
     with suppress(TypeError, ValueError):  # of what was exported
-        edits = dict(json.loads(str(whole("edits"))))
+        edits = dict(json.loads(str(read_attribute("edits"))))
         facts |= {name: edits[name] for name in EDITS if isinstance(edits.get(name), list)}
     return table_source(
         file.datasets,
-        asked,
+        request,
         (file.file,),
         file.column,
         format="hdf5",
         environment_id=environment if isinstance(environment, str) else None,
         environment_options=options,
-        scores=own_scores(attributes, asked.uri),
+        scores=own_scores(attributes, request.uri),
         facts=facts,
         notes=file.warnings,
         numbers={**attributes, **{n: file.scalar(n) for n in single_values(file.datasets)}},
@@ -65,7 +65,7 @@ def open_hdf5(file: Hdf5File, asked: Asked) -> Source:
 
 def table_source(
     arrays: Mapping[str, Any],
-    asked: Asked,
+    request: Request,
     files: tuple[InputFile, ...],
     rows: Callable[[Any], Any],
     numbers: Mapping[str, Any] | None = None,
@@ -76,23 +76,23 @@ def table_source(
     `numbers` are single values beside them, which may tell of a ring.
     """
     where, facts = str(info.pop("where", files[0].path)), info.pop("facts", {})
-    chosen, left_out = find_columns(arrays, asked, where=where)
-    known = ((n, arrays[n]) for n in left_out if arrays[n].dtype is not None)
-    vectors = [n for n, v in known if len(v.shape or ()) == 1 and v.dtype.kind in "biufU"]
-    columns = {name: rows(arrays[name]) for name in chosen}
-    if ring := Ring.find(numbers or {}, columns[chosen[0]].shape[0], where):
+    column_names, left_out = find_columns(arrays, request, where=where)
+    candidates = ((n, arrays[n]) for n in left_out if arrays[n].dtype is not None)
+    vectors = [n for n, v in candidates if len(v.shape or ()) == 1 and v.dtype.kind in "biufU"]
+    columns = {name: rows(arrays[name]) for name in column_names}
+    if ring := Ring.find(numbers or {}, columns[column_names[0]].shape[0], where):
         columns = {name: ring.column(column) for name, column in columns.items()}
         info["notes"] = [*info.get("notes", ()), *ring.notes()]
         vectors = [] if ring.oldest else vectors  # they count rows as they are stored
     return flat_source(
         columns,
-        others={name: rows(arrays[name]) for name in vectors},  # they may tell where episodes start
-        names=asked.names,
-        uri=asked.uri,
+        mark_columns={name: rows(arrays[name]) for name in vectors},
+        names=request.names,
+        uri=request.uri,
         where=where,
         files=files,
         facts={**facts, "left_out": left_out},
-        **{"rule": asked.rule, **info},
+        **{"rule": request.rule, **info},
     )
 
 
@@ -103,7 +103,7 @@ def flat_source(
     where: str,
     uri: str,
     format: str,
-    others: Mapping[str, Any] | None = None,
+    mark_columns: Mapping[str, Any] | None = None,
     names: Mapping[str, str] | None = None,
     facts: Mapping[str, Any],
     notes: Sequence[str] = (),
@@ -116,9 +116,9 @@ def flat_source(
     of a family of D4RL holds for its rows in any format.
     """
     names, rows = names or {}, next(iter(columns.values())).shape[0]
-    stored = {**(others or {}), **columns}
-    named = {new: stored[old] for new, old in names.items() if old in stored}
-    rule, by, order, cuts = split_order(rule, {**stored, **named}, rows, where)
+    stored = {**(mark_columns or {}), **columns}
+    renamed = {name: stored[old] for name, old in names.items() if old in stored}
+    rule, by, order, cuts = split_order(rule, {**stored, **renamed}, rows, where)
     if order is not None:
         columns = {name: SortedColumn(column, order) for name, column in columns.items()}
     piece, is_overridden = Piece.of(columns), rule is not None
@@ -134,8 +134,8 @@ def flat_source(
         format, info["environment_id"] = "d4rl", d4rl.environment
     flags = chosen_flags(columns, names)
     table = {name: rows for name, rows in columns.items() if name not in flags.values()}
-    table |= {new: columns[old] for new, old in {**names, **flags}.items() if old in columns}
-    table = {**columns, **table, **(others or {})}
+    table |= {new: columns[name] for new, name in {**names, **flags}.items() if name in columns}
+    table = {**columns, **table, **(mark_columns or {})}
     left_out, edges = facts.get("left_out", {}), tuple[Array, ...]()
     for mark in MARK.finditer(rule or ""):
         if mark[2] in left_out and mark[2] not in table:
@@ -162,7 +162,7 @@ def single_values(arrays: Mapping[str, Any]) -> list[str]:
 
 def find_columns(
     arrays: Mapping[str, Any],
-    asked: Asked,
+    request: Request,
     required: Sequence[str] = REQUIRED,
     optional: Sequence[str] = OPTIONAL,
     *,
@@ -173,24 +173,24 @@ def find_columns(
     `arrays` have shape, dtype and type name.  Columns are those that are needed, or are to have
     their names, and all others with as many rows; `optional` ones that are there must have as many.
     """
-    names = asked.names
+    names = request.names
     arrays = {n: arrays[n] for n in sorted(arrays) if n.split("/")[0] != "metadata"}
     unfit = [n for n, array in arrays.items() if not can_be_column(array.shape, array.dtype)]
     left_out = {n: f"{arrays[n].type_name} of shape {list(arrays[n].shape or ())}" for n in unfit}
     rows = {name: array.shape[0] for name, array in arrays.items() if name not in left_out}
-    chosen: list[str] = []
+    columns: list[str] = []
     for column in (*required, *optional):
         # of Dict observations the leaves
-        parts = split_names(names.get(column, column))
-        leaves = [n for p in parts for n in rows if n == p or n.startswith(f"{p}/")]
-        why = [f": it is {left_out[part]}" for part in parts if part in left_out]
-        is_lost = why and not asked.rule and column not in required and arrays[parts[0]].shape
+        origins = split_names(names.get(column, column))
+        leaves = [n for p in origins for n in rows if n == p or n.startswith(f"{p}/")]
+        why = [f": it is {left_out[origin]}" for origin in origins if origin in left_out]
+        is_lost = why and not request.rule and column not in required and arrays[origins[0]].shape
         remedy = UNREAD if is_lost else ""
-        if not leaves and (remedy or (column in required and not (asked.partial and rows))):
-            taken = [new for new, old in names.items() if column in split_names(old)]
-            why += [f": it is renamed to {new}" for new in taken]
+        if not leaves and (remedy or (column in required and not (request.partial and rows))):
+            aliases = [alias for alias, old in names.items() if column in split_names(old)]
+            why += [f": it is renamed to {alias}" for alias in aliases]
             problem = f"no dataset {names.get(column, column)!r}{''.join(why)}"
-            if stored := [new for new in taken if new in arrays]:
+            if stored := [alias for alias in aliases if alias in arrays]:
                 remedy = f"the stored name stands first: --rename {stored[0]}={column}"
             near = nearest(names.get(column, column), [*arrays]) if column in names else None
             problem += f", did you mean {near!r}?" if near else ""
@@ -203,18 +203,18 @@ def find_columns(
                 "--columns, docs/how-to/frames.md; other layouts: docs/how-to/convert.md"
             )
             raise InputError("COLUMN", problem, where, remedy)
-        chosen += [name for name in leaves if name not in chosen]
-    chosen = chosen or [*rows][:1]
-    count = rows[chosen[0]]
-    for name in chosen:
+        columns += [name for name in leaves if name not in columns]
+    columns = columns or [*rows][:1]
+    count = rows[columns[0]]
+    for name in columns:
         if rows[name] != count or not count:
-            problem = f"{name} has {count_text(rows[name], 'row')}, {chosen[0]} has {count:,}"
+            problem = f"{name} has {count_text(rows[name], 'row')}, {columns[0]} has {count:,}"
             remedy = "give rows, as many of each; of T + 1 observations: go.from_episodes in Python"
             raise misfit(problem, where, remedy)
-    for name in sorted(rows.keys() - {*chosen}):
+    for name in sorted(rows.keys() - {*columns}):
         if rows[name] == count:
-            chosen.append(name)
+            columns.append(name)
         else:
             shape = list(arrays[name].shape)
             left_out[name] = f"shape {shape} does not have {count_text(count, 'row')}"
-    return chosen, left_out
+    return columns, left_out

@@ -106,7 +106,7 @@ class Hdf5File(Closing):
         """Yield all datasets, those of a group before those of its subgroups."""
         types: dict[bytes, tuple[np.dtype[Any] | None, str, bool]] = {}
         root = h5g.open(self._file.id, b"/")
-        seen = {h5o.get_info(root).addr}
+        addresses = {h5o.get_info(root).addr}
         pending = [("", root)]
         while pending:
             prefix, group = pending.pop()
@@ -123,15 +123,15 @@ class Hdf5File(Closing):
                         raise _unsafe("a virtual dataset", self.path, name)
                     if plan.get_external_count():
                         raise _unsafe("data stored in another file", self.path, name)
-                    kind = item.get_type().encode()  # few types, many datasets
-                    if kind not in types:
-                        types[kind] = _dtype(item)
-                    yield Hdf5Dataset(name, item.shape, *types[kind])
+                    type_code = item.get_type().encode()  # few types, many datasets
+                    if type_code not in types:
+                        types[type_code] = _dtype(item)
+                    yield Hdf5Dataset(name, item.shape, *types[type_code])
                 elif isinstance(item, h5g.GroupID):
                     address = h5o.get_info(item).addr
-                    if address in seen:
+                    if address in addresses:
                         raise _unsafe("a second link to one group", self.path, name)
-                    seen.add(address)
+                    addresses.add(address)
                     pending.append((f"{name}/", item))
 
     def column(self, rows: Hdf5Dataset) -> Hdf5Column:
@@ -165,7 +165,7 @@ class Hdf5File(Closing):
         with suppress(Exception):
             attributes = self._file[group].attrs
             if attributes.get_id(name).shape == ():
-                return _plain(attributes[name], most)
+                return _to_plain(attributes[name], most)
         return None
 
     def numbers(self, group: str) -> dict[str, np.generic]:
@@ -173,12 +173,12 @@ class Hdf5File(Closing):
         with suppress(Exception):  # episodes may have no group of their own
             attributes = self._file[group].attrs
             names = [*islice(attributes, MAX_ATTRIBUTES)]
-            kinds = {name: attributes.get_id(name) for name in names}
+            attribute_ids = {name: attributes.get_id(name) for name in names}
             return {
                 name: value
-                for name, kind in kinds.items()
-                if kind.shape in ((), (1,)) and kind.dtype.kind in "biuf"
-                if not _inverted(kind.dtype)
+                for name, attribute in attribute_ids.items()
+                if attribute.shape in ((), (1,)) and attribute.dtype.kind in "biuf"
+                if not _find_inversion(attribute.dtype)
                 if math.isfinite(value := np.asarray(attributes[name]).reshape(-1)[0])
             }
         return {}
@@ -188,13 +188,13 @@ class Hdf5File(Closing):
         with _reading(self.path):
             stored = self._file[name]
             is_text = stored.ndim == 1 and h5py.check_string_dtype(stored.dtype) is not None
-            if not is_text or self._claimed(stored) > MAX_TEXT_BYTES:
+            if not is_text or self._count_bytes(stored) > MAX_TEXT_BYTES:
                 raise ValueError(f"{name} is no short list of text")
             if stored.id.get_storage_size() < stored.size * stored.dtype.itemsize:
                 raise ValueError(f"{name} was not written to its end")
-            return [str(_plain(text)) for text in stored[()]]
+            return [str(_to_plain(text)) for text in stored[()]]
 
-    def _claimed(self, stored: h5py.Dataset) -> int:
+    def _count_bytes(self, stored: h5py.Dataset) -> int:
         """Return the bytes that numbers or text claim, for which HDF5 makes room unseen."""
         size, text = int(stored.id.get_storage_size()), h5py.check_string_dtype(stored.dtype)
         if size > MAX_TEXT_BYTES or stored.chunks or not (text or stored.dtype.kind in "biufcS"):
@@ -209,8 +209,8 @@ class Hdf5File(Closing):
     def scalar(self, name: str) -> Plain | None:
         """Return a dataset of one number or text, ``None`` where it is another."""
         with suppress(Exception):
-            if self._claimed(stored := self._file[name]) <= MAX_ATTRIBUTE_BYTES:
-                return _plain(np.asarray(stored[()]).item())
+            if self._count_bytes(stored := self._file[name]) <= MAX_ATTRIBUTE_BYTES:
+                return _to_plain(np.asarray(stored[()]).item())
         return None
 
     def metadata(self) -> dict[str, Any]:
@@ -236,24 +236,24 @@ class Hdf5Column:
         self._row_bytes, chunk_bytes = prod(shape[1:]) * itemsize, prod(self._chunk) * itemsize
         self._band_bytes = self._chunk[0] * self._row_bytes  # of a row of chunks
         if is_chunked and (chunk_bytes > MAX_CHUNK_BYTES or self._band_bytes > MAX_BAND_BYTES):
-            what = f"a chunk of {chunk_bytes:,} bytes, or {self._band_bytes:,} in a row of them,"
-            raise _unsafe(what, *where, "store it in chunks of 1 MiB")
+            problem = f"a chunk of {chunk_bytes:,} bytes, or {self._band_bytes:,} in a row of them,"
+            raise _unsafe(problem, *where, "store it in chunks of 1 MiB")
         stored = _Storage(dataset, is_chunked)
         # bytes of the chunks that were never written, which read as the fill value
         self.unwritten = max((prod(self._grid) - stored.chunks) * chunk_bytes, 0)
         if self.unwritten > MAX_UNWRITTEN_BYTES:
-            what = f"a column of shape {shape} of which {self.unwritten} bytes were never written"
-            raise _unsafe(what, *where, "the file is damaged or cut short: get it again")
+            problem = f"a column of shape {shape}, {self.unwritten} bytes of it never written,"
+            raise _unsafe(problem, *where, "the file is damaged or cut short: get it again")
         is_exact = is_filtered or not stored.chunks or stored.least == stored.most == chunk_bytes
         if not is_exact or stored.most > 2 * chunk_bytes + 4096:
             raise ValueError(f"a chunk of {chunk_bytes} bytes is stored in others")
         if stored.end > file.identity[2]:
             raise ValueError("data lie behind the end of the file")
         # where rows lie one behind the other as NumPy has them: opening HDF5 takes 20 times as long
-        self._place = None if is_chunked or header.is_packed else dataset.get_offset()
+        self._offset = None if is_chunked or header.is_packed else dataset.get_offset()
         self._check = ChunkCheck(plan, itemsize) if is_filtered else None
         self._checked = bytearray(self._grid[0] if is_filtered else 0)  # a row of chunks each
-        self._kept = 0, np.empty((0, *shape[1:]), self.dtype)  # first row, last row of chunks
+        self._last_band = 0, np.empty((0, *shape[1:]), self.dtype)  # first row, last row of chunks
         chunk_rows = self._chunk[0] if is_chunked else 1
         # rows a read that suit the chunks: whole rows of them, about 8 MiB
         rows = max(READ_BYTES // self._row_bytes // chunk_rows, 1) * chunk_rows
@@ -267,18 +267,18 @@ class Hdf5Column:
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
         """Return rows ``[start, stop)``, (stop - start, *shape), native byte order."""
         first, last = start + self._first, stop + self._first
-        if self._place is not None:
+        if self._offset is not None:
             rows = np.empty((last - first, *self.shape[1:]), self._stored_dtype)
             with _reading(self._file.path), self._file.open() as file:
-                place = self._place + first * self._row_bytes
-                _pread_into(file.fileno(), rows.reshape(-1).view(np.uint8).data, place)
+                offset = self._offset + first * self._row_bytes
+                _pread_into(file.fileno(), rows.reshape(-1).view(np.uint8).data, offset)
             return rows.astype(self.dtype, copy=False)
-        kept_first, kept = self._kept
-        before = kept[first - kept_first : last - kept_first] if first >= kept_first else kept[:0]
+        kept_first, band = self._last_band
+        before = band[first - kept_first : last - kept_first] if first >= kept_first else band[:0]
         first += len(before)
         after = self._decode(first, last) if first < last else before[:0]
         if stop == self.shape[0]:  # a file may have thousands of columns
-            self._kept = 0, kept[:0]
+            self._last_band = 0, band[:0]
         return np.concatenate([before, after]) if len(before) else after
 
     def _decode(self, first: int, last: int) -> npt.NDArray[Any]:
@@ -292,7 +292,7 @@ class Hdf5Column:
             rows: npt.NDArray[Any] = dataset[low:high].astype(self.dtype, copy=False)
         if is_kept:
             band = (last - 1) // most * most
-            self._kept = band, rows[band - low :].copy()
+            self._last_band = band, rows[band - low :].copy()
         return rows[first - low : last - low]
 
     @contextmanager
@@ -306,8 +306,8 @@ class Hdf5Column:
         for index in range(start // self._chunk[0], -(-stop // self._chunk[0])):
             if self._check is None or self._checked[index]:
                 continue
-            for place in np.ndindex(*self._grid[1:]):
-                corner = tuple(n * c for n, c in zip((index, *place), self._chunk, strict=True))
+            for cell in np.ndindex(*self._grid[1:]):
+                corner = tuple(n * c for n, c in zip((index, *cell), self._chunk, strict=True))
                 try:
                     skipped, raw = dataset.id.read_direct_chunk(corner)
                 except RuntimeError:
@@ -341,9 +341,9 @@ def _unsafe(problem: str, path: Path, name: str, remedy: str = _PLAIN) -> InputE
 def _filters(plan: Any, path: Path, name: str) -> tuple[int, ...]:
     filters = tuple(plan.get_filter(i)[0] for i in range(plan.get_nfilters()))
     if len(set(filters)) != len(filters) or not set(filters) <= set(FILTERS):
-        known = ", ".join(name for name, _ in FILTERS.values())
-        what = f"a column behind the HDF5 filters {', '.join(map(str, filters))}"
-        raise _unsafe(what, path, name, f"store it with one of {known}, or with none")
+        accepted = ", ".join(name for name, _ in FILTERS.values())
+        problem = f"a column behind the HDF5 filters {', '.join(map(str, filters))}"
+        raise _unsafe(problem, path, name, f"store it with one of {accepted}, or with none")
     return filters
 
 
@@ -360,7 +360,7 @@ def _dtype(dataset: Any) -> tuple[np.dtype[Any] | None, str, bool]:
         return None, f"unknown type ({error})", False
     if dtype.kind not in "biufc" or dtype.itemsize > 16 or dtype.char in "gG":
         return None, f"type {dtype}", False
-    if inverted := _inverted(dtype):
+    if inverted := _find_inversion(dtype):
         return None, inverted, False
     if dtype.kind in "iu" and stored.get_class() == h5t.ENUM:
         stored = stored.get_super()
@@ -371,15 +371,15 @@ def _dtype(dataset: Any) -> tuple[np.dtype[Any] | None, str, bool]:
     return plain, plain.name, is_packed
 
 
-def _inverted(dtype: np.dtype[Any]) -> str:
-    """Say that 0 means true in an enumeration; "" in any other type."""
+def _find_inversion(dtype: np.dtype[Any]) -> str:
+    """Describe an enumeration in which 0 means true; "" of any other type."""
     for word, value in (h5py.check_enum_dtype(dtype) or {}).items():
         if (word.lower(), value != 0) in (("true", False), ("false", True)):
             return f"an enumeration in which {word} is {value}"
     return ""
 
 
-def _plain(value: Any, most: int = 500) -> Plain | None:
+def _to_plain(value: Any, most: int = 500) -> Plain | None:
     """Return a plain number, bool or string of up to `most` characters, else ``None``."""
     value = value.item() if isinstance(value, np.generic) else value
     text = value.decode("utf-8", "replace") if isinstance(value, bytes) else value

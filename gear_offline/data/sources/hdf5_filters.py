@@ -1,7 +1,7 @@
 """Chunks behind HDF5's filters, measured before HDF5 decodes them.
 
-HDF5 hands a chunk that decodes to fewer bytes than its size on with whatever the memory held
-before, lets one that decodes to more grow without limit, and reads packed numbers behind their end.
+HDF5 fills up a chunk that decodes to fewer bytes than its size with whatever the memory held.  It
+lets one that decodes to more grow without limit, and reads packed numbers behind their end.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def _gzip(chunk: ChunkCheck, raw: bytes, _: Values) -> bytes:
 def _shuffle(chunk: ChunkCheck, raw: bytes, _: Values) -> bytes:
     if not chunk.is_packed:
         return raw  # in another order
-    whole = len(raw) // chunk.itemsize * chunk.itemsize
-    plain = np.frombuffer(raw, np.uint8, whole).reshape(chunk.itemsize, -1).T.tobytes()
-    return plain + raw[whole:]
+    size = len(raw) // chunk.itemsize * chunk.itemsize
+    plain = np.frombuffer(raw, np.uint8, size).reshape(chunk.itemsize, -1).T.tobytes()
+    return plain + raw[size:]
 
 
 def _fletcher32(_: ChunkCheck, raw: bytes, __: Values) -> bytes:
@@ -88,19 +88,20 @@ def _lzf_scratch(most: int) -> Any:
 
 
 def _scaleoffset(chunk: ChunkCheck, raw: bytes, values: Values) -> bytes:
-    return _unpacked(chunk, len(raw) - 21, int.from_bytes(raw[:4], "little"), values[2], values[4])
+    bits = int.from_bytes(raw[:4], "little")
+    return _check_packed(chunk, len(raw) - 21, bits, values[2], values[4])
 
 
 def _nbit(chunk: ChunkCheck, raw: bytes, values: Values) -> bytes:
     if values[1]:  # nothing to pack
         return raw
-    _, _, count, kind, size, _, bits, offset = values
-    if kind != 1 or not 0 < bits <= 8 * size - offset:
+    _, _, count, type_class, size, _, bits, offset = values
+    if type_class != 1 or not 0 < bits <= 8 * size - offset:
         raise ValueError("packed bits of a type that is no number")
-    return _unpacked(chunk, len(raw), bits, count, size)
+    return _check_packed(chunk, len(raw), bits, count, size)
 
 
-def _unpacked(chunk: ChunkCheck, stored: int, bits: int, count: int, size: int) -> bytes:
+def _check_packed(chunk: ChunkCheck, stored: int, bits: int, count: int, size: int) -> bytes:
     if size != chunk.itemsize or count * size != chunk.bytes:
         raise ValueError("a filter's parameters are not those of its column")
     if bits > 8 * size or 8 * stored < bits * count:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ import numpy as np
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.data.dataset.scores import dataset_of_file
-from gear_offline.data.sources.base import Asked, Piece, Source, SourceInfo
+from gear_offline.data.sources.base import Piece, Request, Source, SourceInfo
 from gear_offline.data.sources.columns import common_columns, row_kinds, some_names, split_names
 from gear_offline.data.sources.combine import observation_vectors
 from gear_offline.data.sources.d4rl import is_gymnasium_id
@@ -61,31 +61,31 @@ class Number(NamedTuple):
         return rows & (np.arange(start, stop) == self.steps - 1) if self.at_end else rows
 
 
-def open_groups(file: Hdf5File, groups: Mapping[str, Group], asked: Asked) -> Source:
+def open_groups(file: Hdf5File, groups: Mapping[str, Group], request: Request) -> Source:
     """Open the `episode_groups` of a file; with a filter key only those of ``mask/KEY``."""
-    names, key = asked.names, asked.key
+    names, key = request.names, request.key
     masks = [n.removeprefix("mask/") for n in file.datasets if n.startswith("mask/")]
-    chosen = _chosen(file, key, masks, groups) if key else list(groups)
-    parts = {n: own for n in chosen if (own := _columns(file, n, groups[n], asked))[0]}
-    if not parts:
+    group_names = _pick_demos(file, key, masks, groups) if key else list(groups)
+    episodes = {n: rows for n in group_names if (rows := _columns(file, n, groups[n], request))[0]}
+    if not episodes:
         raise misfit("no episode has a step", file.path)
-    lacking = _align_numbers({name: own for name, (own, _) in parts.items()})
-    wanted = {part.split("/")[0] for old in names.values() for part in split_names(old)}
-    kinds = [(name.rpartition("/")[2], row_kinds(own)) for name, (own, _) in parts.items()]
-    columns, others = common_columns(kinds, wanted | STEPWISE, where=file.path, remedy=JOINED)
+    lacking = _align_numbers({name: rows for name, (rows, _) in episodes.items()})
+    required = {path.split("/")[0] for origin in names.values() for path in split_names(origin)}
+    kinds = [(name.rpartition("/")[2], row_kinds(rows)) for name, (rows, _) in episodes.items()]
+    columns, differing = common_columns(kinds, required | STEPWISE, where=file.path, remedy=JOINED)
     used = {header.path for group in groups.values() for header in group.values()}
     aside = file.datasets.keys() - used - {f"mask/{name}" for name in masks}
-    left_out = {n: why for _, left in parts.values() for n, why in left.items()}
+    left_out = {n: why for _, reasons in episodes.values() for n, why in reasons.items()}
     attributes, environment, reference = _environment(file)
-    empty, is_demos = len(chosen) - len(parts), all(map(_DEMO.fullmatch, groups))
-    is_unclear = is_demos and "dones" in columns and not ("dones" in names.values() or asked.rule)
+    empty, is_demos = len(group_names) - len(episodes), all(map(_DEMO.fullmatch, groups))
+    is_unclear = is_demos and "dones" in columns and not ("dones" in names.values() or request.rule)
     notes = [f"{count_text(empty, 'episode')} without steps left out"] * (empty > 0)
     return Source(
-        [Piece.of({n: own[n] for n in columns}) for own, _ in parts.values()],
+        [Piece.of({n: rows[n] for n in columns}) for rows, _ in episodes.values()],
         columns,
         usual=observation_vectors(columns, "obs/", file.path, names),
         info=SourceInfo(
-            uri=f"{asked.uri}#{key}" if key else asked.uri,
+            uri=f"{request.uri}#{key}" if key else request.uri,
             format="robomimic" if is_demos else "hdf5-groups",
             rule="demonstrations" if is_demos else "groups",
             environment_id=environment,
@@ -94,7 +94,7 @@ def open_groups(file: Hdf5File, groups: Mapping[str, Group], asked: Asked) -> So
             attributes={
                 **attributes,
                 "filter_keys": sorted(masks),
-                "left_out": others | lacking | left_out | dict.fromkeys(aside, "in no group"),
+                "left_out": differing | lacking | left_out | dict.fromkeys(aside, "in no group"),
                 "warnings": [*file.warnings, *notes, *[DONES] * is_unclear],
             },
         ),
@@ -119,13 +119,13 @@ def episode_groups(file: Hdf5File, names: Mapping[str, str]) -> dict[str, Group]
     if "" in heads or alike == heads or (len(heads) == 1 and not max(heads)[-1].isdigit()):
         return {}
     for name, dataset in stored.items():
-        places = (name[: slash.start()] for slash in re.finditer("/", name))
-        if head := next((place for place in places if _DIGITS.sub("#", place) in alike), None):
+        prefixes = (name[: slash.start()] for slash in re.finditer("/", name))
+        if head := next((prefix for prefix in prefixes if _DIGITS.sub("#", prefix) in alike), None):
             groups.setdefault(head, {})[name.removeprefix(f"{head}/")] = dataset
     return dict(sorted(groups.items(), key=lambda group: by_number(group[0])))
 
 
-def _chosen(file: Hdf5File, key: str, masks: list[str], groups: Mapping[str, Group]) -> list[str]:
+def _pick_demos(file: Hdf5File, key: str, masks: list[str], groups: Iterable[str]) -> list[str]:
     """Return the demonstrations of a filter key, in the order of the file."""
     if key not in masks:
         raise misfit(f"no filter key {key!r}", file.path, f"keys here: {some_names(masks)}")
@@ -139,12 +139,12 @@ def _chosen(file: Hdf5File, key: str, masks: list[str], groups: Mapping[str, Gro
 
 
 def _columns(
-    file: Hdf5File, name: str, group: Group, asked: Asked
+    file: Hdf5File, name: str, group: Group, request: Request
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the columns of an episode, none if it has no steps; what is left out and why."""
-    where, names = f"{file.path}: {name}", asked.names
+    where, names = f"{file.path}: {name}", request.names
     tops = {column.split("/")[0] for column in group} | {*names}
-    needed = "obs" if "obs" in tops and "observations" not in tops else "observations"
+    observations = "obs" if "obs" in tops and "observations" not in tops else "observations"
     actions, *_ = split_names(names.get("actions", "actions"))
     observed, headers = names.get("observations", "observations"), dict[str, Any](group)
     below = (headers[n].shape for n in group if f"{n}/".startswith(f"{actions}/"))
@@ -169,27 +169,29 @@ def _columns(
             headers[column] = Number(flag_values(value[None], column, where)[0], steps, at_end=True)
         elif column != SAMPLES and column.split("/")[0] not in {rewards, *STEPWISE}:
             headers[column] = Number(value, steps)
-    optional = (*OPTIONAL, "next_obs")
-    chosen, left_out = find_columns(headers, asked, (needed, "actions"), optional, where=where)
-    rows, claimed = headers[chosen[0]].shape[0], file.attribute(name, SAMPLES)
+    required, optional = (observations, "actions"), (*OPTIONAL, "next_obs")
+    column_names, left_out = find_columns(headers, request, required, optional, where=where)
+    rows, claimed = headers[column_names[0]].shape[0], file.attribute(name, SAMPLES)
     if isinstance(claimed, int) and claimed != rows:
         raise misfit(f"{count_text(rows, 'row')}, num_samples is {claimed}", where)
-    own = {n: file.column(h) if isinstance(h := headers[n], Hdf5Dataset) else h for n in chosen}
-    return own, left_out
+    read = {n: headers[n] for n in column_names}
+    opened = {n: file.column(h) for n, h in read.items() if isinstance(h, Hdf5Dataset)}
+    return read | opened, left_out
 
 
-def _align_numbers(parts: Mapping[str, dict[str, Any]]) -> dict[str, str]:
+def _align_numbers(episodes: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     """Give each number of episodes one dtype; return which episodes lack one that others have."""
     lacking = dict[str, str]()
-    for name in {n: 0 for own in parts.values() for n, c in own.items() if isinstance(c, Number)}:
-        numbers = [own for own in parts.values() if isinstance(own.get(name), Number)]
-        dtypes = {own[name].dtype for own in numbers}
+    tables = episodes.values()
+    for name in {n: 0 for table in tables for n, rows in table.items() if isinstance(rows, Number)}:
+        numbers = [table for table in tables if isinstance(table.get(name), Number)]
+        dtypes = {table[name].dtype for table in numbers}
         common = np.result_type(*dtypes)
         if common.kind != "f" or any(dtype.kind == "f" for dtype in dtypes):  # int64 and uint64
-            for own in numbers:
-                own[name] = own[name]._replace(value=common.type(own[name].value))
-        if missing := [demo for demo, own in parts.items() if name not in own]:
-            lacking[name] = f"{some_names(missing, 3)} of {len(parts):,} episodes have none"
+            for table in numbers:
+                table[name] = table[name]._replace(value=common.type(table[name].value))
+        if missing := [demo for demo, table in episodes.items() if name not in table]:
+            lacking[name] = f"{some_names(missing, 3)} of {len(episodes):,} episodes have none"
     return lacking
 
 
@@ -198,7 +200,7 @@ def _environment(file: Hdf5File) -> tuple[dict[str, Any], str | None, str | None
     text = file.attribute("data", "env_args")
     with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
         args = json.loads(str(text))
-        name, kind = str(args["env_name"]), args.get("type")
-        gymnasium = kind == 2 and is_gymnasium_id(name)  # EnvType.GYM_TYPE of robomimic
+        name, env_type = str(args["env_name"]), args.get("type")
+        gymnasium = env_type == 2 and is_gymnasium_id(name)  # EnvType.GYM_TYPE of robomimic
         return {"env_args": text}, name if gymnasium else None, dataset_of_file(name)
     return {}, None, None

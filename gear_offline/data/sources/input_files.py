@@ -51,8 +51,8 @@ def _open(path: Path) -> FileIO:
 
 def by_number(path: Path | str) -> list[tuple[int, int, str]]:
     """Return a key that sorts ``part_2`` before ``part_10``, of a file or folders and a file."""
-    parts = re.split(r"([0-9]+)", str(path))
-    return [(1, int(p), p) if p.isdigit() and p.isascii() else (0, 0, p) for p in parts]
+    segments = re.split(r"([0-9]+)", str(path))
+    return [(1, int(p), p) if p.isdigit() and p.isascii() else (0, 0, p) for p in segments]
 
 
 def files_in(folder: Path, suffixes: Sequence[str]) -> list[Path]:
@@ -65,7 +65,7 @@ def files_in(folder: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 @contextmanager
-def reading_errors(kind: str, where: Path | str) -> Iterator[None]:
+def reading_errors(file_type: str, where: Path | str) -> Iterator[None]:
     """Turn whatever a library raises of a foreign file into one error (``SOURCE_READ``)."""
     try:
         yield
@@ -73,7 +73,7 @@ def reading_errors(kind: str, where: Path | str) -> Iterator[None]:
         raise
     except Exception as error:
         why = " ".join(str(error).split())[:200] or type(error).__name__
-        problem = f"not a readable {kind} file: {why}"
+        problem = f"not a readable {file_type} file: {why}"
         remedy = "it is damaged or cut short: get it again"
         raise InputError("SOURCE_READ", problem, str(where), remedy) from error
 
@@ -88,6 +88,6 @@ def misfit(problem: str, where: Path | str = "", remedy: str = APART) -> InputEr
     return InputError("SOURCE_LAYOUT", problem, str(where), remedy)
 
 
-def check_kind(value: object, kind: type, where: str, remedy: str) -> None:
-    if not isinstance(value, kind):
+def check_kind(value: object, required_type: type, where: str, remedy: str) -> None:
+    if not isinstance(value, required_type):
         raise misfit(f"a {type(value).__name__} is given", where, remedy)

@@ -24,7 +24,7 @@ import numpy as np
 from gear_offline.core.files import read_regular
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.data.sources.base import READ_BYTES, Asked, Piece, Source, SourceInfo
+from gear_offline.data.sources.base import READ_BYTES, Piece, Request, Source, SourceInfo
 from gear_offline.data.sources.columns import row_kinds, split_names
 from gear_offline.data.sources.combine import CODES, observation_vectors
 from gear_offline.data.sources.input_files import InputFile, by_number, misfit, reading_errors
@@ -54,11 +54,12 @@ Place = tuple[InputFile, float]  # a video, and where in it an episode begins, i
 Read = Callable[[int, int], Array]  # of steps
 
 
-def open_lerobot(path: Path, asked: Asked) -> Source:
+def open_lerobot(path: Path, request: Request) -> Source:
     """Open a dataset's folder; reads the episode numbers."""
-    path, names = path.absolute(), asked.names
+    path, names = path.absolute(), request.names
     reader = _Folder(path)
-    columns, left_out = reader.columns({p for old in names.values() for p in split_names(old)})
+    origins = {name for text in names.values() for name in split_names(text)}
+    columns, left_out = reader.columns(origins)
 
     def read(name: str, start: int, stop: int) -> Array:
         return columns[name](start, stop)
@@ -67,7 +68,7 @@ def open_lerobot(path: Path, asked: Asked) -> Source:
     rewards = names.get("rewards", NAMES["rewards"])
     if rewards in kinds and kinds[rewards][0].kind == "b":
         kinds[rewards] = np.dtype(np.float32), ()
-    usual = {new: old for new, old in NAMES.items() if old in kinds}
+    usual = {alias: origin for alias, origin in NAMES.items() if origin in kinds}
     return Source(
         [Piece(read=read, steps=reader.table.rows)],
         kinds,
@@ -107,7 +108,7 @@ class _Folder:
             self.version = int(self.info["codebase_version"].removeprefix("v").split(".")[0])
             self.chunk = int(self.info.get("chunks_size", 1000))
             self.features = dict[str, Mapping[str, Any]](self.info["features"])
-            self.dtypes = {n: str(kind["dtype"]) for n, kind in self.features.items()}
+            self.dtypes = {n: str(feature["dtype"]) for n, feature in self.features.items()}
             counts = int(self.info["total_frames"]), int(self.info["total_episodes"])
         if self.version not in PATHS:
             problem = f"a dataset of LeRobot's format {self.info['codebase_version']}"
@@ -124,15 +125,15 @@ class _Folder:
         self.bounds: list[int] = [*firsts.tolist(), steps]
         episodes = len(set(self.episodes))
         if counts != (steps, episodes):
-            here = f"{count_text(steps, 'step')} of {count_text(episodes, 'episode')}"
-            here += f" are here, info.json says {counts[0]:,} of {counts[1]:,}"
+            extent = f"{count_text(steps, 'step')} of {count_text(episodes, 'episode')}"
+            extent += f" are here, info.json says {counts[0]:,} of {counts[1]:,}"
             listed, lengths = self._listed_lengths(), np.diff(self.bounds).tolist()
             is_listed = (sum(listed.values()), len(listed)) == counts
             if not is_listed or [listed.get(n) for n in self.episodes] != lengths:
-                raise misfit(here, path)
-            self.notes.append(f"{here}: a part, whose episodes are whole")
-        known = self.table.schema.names
-        rows, frames = runs(self._blocks("frame_index") if "frame_index" in known else ())
+                raise misfit(extent, path)
+            self.notes.append(f"{extent}: a part, whose episodes are whole")
+        column_names = self.table.schema.names
+        rows, frames = runs(self._blocks("frame_index") if "frame_index" in column_names else ())
         falls = np.setdiff1d(rows[1:][frames[1:] < frames[:-1]], firsts)  # inside episodes
         if episodes < len(self.episodes) or falls.size:
             raise misfit("the steps of an episode do not follow each other", path)
@@ -159,11 +160,11 @@ class _Folder:
         """Return a path below the dataset by a template of info.json; a pattern without values."""
         template = self.info.get(of) or PATHS[self.version][of == "video_path"]
 
-        def filled(field: re.Match[str]) -> str:
+        def fill_field(field: re.Match[str]) -> str:
             return "*" if values is None else str(values[field[1]]).zfill(int(field[2] or 0))
 
         with reading_errors("info.json", self.path / INFO):
-            text = FIELD.sub(filled, glob.escape(template) if values is None else template)
+            text = FIELD.sub(fill_field, glob.escape(template) if values is None else template)
         if Path(text).is_absolute() or ".." in Path(text).parts or "{" in text:
             problem, remedy = f"{of} of {text[:200]!r} is not accepted", "name files of the dataset"
             raise InputError("SOURCE_UNSAFE", problem, str(self.path / INFO), remedy)
@@ -188,7 +189,7 @@ class _Folder:
             codes |= {column: {str(number): str(text) for number, text in pairs}} if pairs else {}
         return codes
 
-    def columns(self, asked: set[str]) -> tuple[dict[str, Read], dict[str, str]]:
+    def columns(self, origins: set[str]) -> tuple[dict[str, Read], dict[str, str]]:
         """Return a function for each column; leave out frames that nobody asked for."""
         reads, left_out = dict[str, Read](), dict[str, str]()
         types = {field.name: field.type for field in self.table.schema}
@@ -197,7 +198,7 @@ class _Folder:
         together = ",".join([*cameras, *states, "actions"])
         for name in [*types, *(n for n, dtype in self.dtypes.items() if dtype == "video")]:
             dtype = self.dtypes.get(name)
-            if dtype in ("image", "video") and name not in asked:
+            if dtype in ("image", "video") and name not in origins:
                 left_out[name] = f"frames: --columns {together} decodes them"
             elif dtype == "video" and "timestamp" not in types:
                 raise misfit(f"no timestamp, which tells the frames of {name}", self.path)

@@ -27,7 +27,7 @@ import numpy as np
 from gear_offline.core.files import read_regular
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.data.sources.base import Asked, Piece, Source, SourceInfo, own_scores
+from gear_offline.data.sources.base import Piece, Request, Source, SourceInfo, own_scores
 from gear_offline.data.sources.columns import Kinds, common_columns, row_kinds
 from gear_offline.data.sources.hdf5 import SUFFIXES, Hdf5File
 from gear_offline.data.sources.input_files import InputFile, files_in, misfit, reading_errors
@@ -69,7 +69,7 @@ def data_directory(path: Path) -> Path | None:
     return None
 
 
-def open_minari(path: Path, asked: Asked) -> Source:
+def open_minari(path: Path, request: Request) -> Source:
     """Open a Minari dataset's directory, or the ``data`` in it; reads each episode once."""
     data = data_directory(path.absolute())
     assert data is not None, "the caller looked"
@@ -81,23 +81,23 @@ def open_minari(path: Path, asked: Asked) -> Source:
             reader.keep(number, episode)
             terminated = bool(episode["terminations"][-1].any())
             reader.episodes[number] = steps, terminated, row_kinds(episode)
-    parts = reader.episodes.items()
-    steps, claimed = sum(part[0] for _, part in parts), metadata.get("total_steps")
+    episodes = reader.episodes.items()
+    steps, claimed = sum(facts[0] for _, facts in episodes), metadata.get("total_steps")
     if not steps or (claimed is not None and steps != int(claimed)):
         problem = f"the data hold {count_text(steps, 'step')}, metadata.json says {claimed}"
         raise misfit(problem, data, REMEDY)
-    named = [(f"episode {number}", kinds) for number, (_, _, kinds) in parts]
-    columns, others = common_columns(named, COLUMNS, where=data, remedy=REMEDY)
-    empty = count_text(total - len(parts), "episode")
-    notes = [f"{empty} without steps left out"] * (total > len(parts))
-    uri = asked.uri
+    episode_kinds = [(f"episode {number}", kinds) for number, (_, _, kinds) in episodes]
+    columns, differing = common_columns(episode_kinds, COLUMNS, where=data, remedy=REMEDY)
+    empty = count_text(total - len(episodes), "episode")
+    notes = [f"{empty} without steps left out"] * (total > len(episodes))
+    uri = request.uri
     if not uri.startswith("minari:") and metadata.get("dataset_id"):
         uri = f"minari:{metadata['dataset_id']}"
     environment, options = _environment(metadata)
     return Source(
-        [Piece(read=partial(reader.read, n), steps=steps) for n, (steps, *_) in parts],
+        [Piece(read=partial(reader.read, n), steps=steps) for n, (steps, *_) in episodes],
         columns,
-        terminated=[terminated for _, (_, terminated, _) in parts],
+        terminated=[terminated for _, (_, terminated, _) in episodes],
         info=SourceInfo(
             uri=uri,
             format="minari",
@@ -108,7 +108,7 @@ def open_minari(path: Path, asked: Asked) -> Source:
             files=files,
             attributes={
                 "metadata": {k: metadata[k] for k in sorted(metadata) if k not in LONG},
-                "left_out": reader.left_out | others,
+                "left_out": reader.left_out | differing,
                 "unfinished_tail_steps": 0,
                 "warnings": notes,
             },
@@ -137,8 +137,8 @@ class _Reader:
         """Return rows of an episode; with one that is not kept the next ones are decoded."""
         if number not in self._kept:
             self._kept, self._kept_bytes = {}, 0
-            for other, episode in self.decode([n for n in self.episodes if n >= number]):
-                self.keep(other, episode)
+            for next_number, episode in self.decode([n for n in self.episodes if n >= number]):
+                self.keep(next_number, episode)
                 if self._kept_bytes > KEPT_BYTES:
                     break
         return self._kept[number][column][start:stop]
@@ -147,8 +147,8 @@ class _Reader:
         """Keep an episode as long as there is room; next observations take none."""
         if self._kept_bytes <= KEPT_BYTES:
             self._kept[number] = episode
-            own = (rows.nbytes for name, rows in episode.items() if not name.startswith("next_"))
-            self._kept_bytes += sum(own)
+            sizes = (rows.nbytes for name, rows in episode.items() if not name.startswith("next_"))
+            self._kept_bytes += sum(sizes)
 
     def decode(self, numbers: Sequence[int]) -> Iterator[tuple[int, Episode]]:
         """Yield episodes as columns."""
@@ -185,9 +185,9 @@ class _Reader:
             value = dict(enumerate(value))
         if isinstance(value, Mapping):
             leaves: Episode = {}
-            for key, part in value.items():
+            for key, item in value.items():
                 # No column has a backslash: the source gives it a name that is free, and says so.
-                leaves |= self._leaves(f"{name}/{str(key).replace('/', chr(92))}", part)
+                leaves |= self._leaves(f"{name}/{str(key).replace('/', chr(92))}", item)
             return leaves
         rows = np.asarray(value)
         if rows.dtype.kind in "biufc" and rows.ndim:
@@ -200,11 +200,11 @@ def _decode_infos(values: Any) -> dict[str, Any]:
     """Return the infos of an arrow file; a shape is text, and in minari 0.5.1 a byte a number."""
     infos: dict[str, Any] = {}
     for number, field in enumerate(values.type):
-        part = values.field(number)
-        if hasattr(part, "field"):
-            infos[field.name] = _decode_infos(part)
+        field_values = values.field(number)
+        if hasattr(field_values, "field"):
+            infos[field.name] = _decode_infos(field_values)
             continue
-        rows = np.stack(part.to_numpy(zero_copy_only=False))
+        rows = np.stack(field_values.to_numpy(zero_copy_only=False))
         if (stored := (field.metadata or {}).get(b"shape")) is not None:
             shape = [int(n) for n in stored.split(b",") if n.isdigit()]
             right = prod(shape) == prod(rows.shape[1:])
@@ -215,7 +215,7 @@ def _decode_infos(values: Any) -> dict[str, Any]:
 
 @contextmanager
 def _reading(where: Path) -> Iterator[None]:
-    """Tell damage, and show no warnings of the package."""
+    """Turn damage into our errors, and show no warnings of the package."""
     with reading_errors("Minari", where), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -237,8 +237,8 @@ def _read_metadata(data: Path) -> dict[str, Any]:
 
 def _data_files(data: Path, metadata: Mapping[str, Any]) -> tuple[InputFile, ...]:
     """Return the files to digest; only regular ones are accepted, and HDF5 is looked through."""
-    kind = metadata.get("data_format", "hdf5")
-    if kind == "hdf5":
+    data_format = metadata.get("data_format", "hdf5")
+    if data_format == "hdf5":
         with Hdf5File(data / MAIN_FILE) as file:
             file.check_all()
             claimed = Counter[str]()
@@ -252,19 +252,19 @@ def _data_files(data: Path, metadata: Mapping[str, Any]) -> tuple[InputFile, ...
     files: list[InputFile] = []
     for number in range(int(metadata["total_episodes"])):
         paths = [p for p in sorted((data / str(number)).glob("*")) if p.name != METADATA_FILE]
-        opened = ArrowFile if kind == "arrow" else ParquetFile  # which bound what is unpacked
+        opened = ArrowFile if data_format == "arrow" else ParquetFile  # they bound what is unpacked
         files += [opened(path).file for path in paths]
         with _reading(data / str(number)):
-            rows = pyarrow.dataset.dataset([str(path) for path in paths], format=kind)
+            rows = pyarrow.dataset.dataset([str(path) for path in paths], format=data_format)
             _check_room(rows.count_rows() * sum(_width(f.type) for f in rows.schema), data)
     return tuple(files)
 
 
-def _width(kind: Any) -> int:
+def _width(dtype: Any) -> int:
     """Return the bytes of a row of an Arrow type, 0 of what has no fixed size."""
-    fields = [_width(kind.field(n).type) for n in range(kind.num_fields)]
+    fields = [_width(dtype.field(n).type) for n in range(dtype.num_fields)]
     with suppress(ValueError):
-        return int(getattr(kind, "list_size", 1)) * sum(fields) or -(-int(kind.bit_width) // 8)
+        return int(getattr(dtype, "list_size", 1)) * sum(fields) or -(-int(dtype.bit_width) // 8)
     return 0
 
 

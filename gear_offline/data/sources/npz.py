@@ -22,7 +22,7 @@ from numpy.lib import format as npy
 
 from gear_offline.core.files import read_at
 from gear_offline.core.types import Array
-from gear_offline.data.sources.base import Asked, Source
+from gear_offline.data.sources.base import Request, Source
 from gear_offline.data.sources.columns import names_after
 from gear_offline.data.sources.flags import FLAGS, TIME_FLAGS
 from gear_offline.data.sources.flat import single_values, table_source
@@ -89,7 +89,7 @@ class Member:
         self._stream = self._whole = None
 
 
-class _Reopened(io.RawIOBase):  # a folder may have thousands of files
+class _LazyFile(io.RawIOBase):  # a folder may have thousands of files
     def __init__(self, file: InputFile) -> None:
         self._file, self._at = file, 0
 
@@ -110,18 +110,18 @@ class _Reopened(io.RawIOBase):  # a folder may have thousands of files
         return count
 
 
-def reopened(file: InputFile) -> io.BufferedReader:
+def open_lazily(file: InputFile) -> io.BufferedReader:
     """Return a file for reads of any size, which is open only while it is read."""
-    return io.BufferedReader(_Reopened(file), READ_BYTES)
+    return io.BufferedReader(_LazyFile(file), READ_BYTES)
 
 
-def open_npz(path: Path, asked: Asked) -> Source:
+def open_npz(path: Path, request: Request) -> Source:
     """Open an ``.npz`` file of OGBench, or of flat arrays with flags."""
     path = path.absolute()
     file = InputFile.find(path)
     members = dict[str, Member]()
     with reading_errors(".npz", path):
-        archive = zipfile.ZipFile(reopened(file))
+        archive = zipfile.ZipFile(open_lazily(file))
         for entry in archive.infolist():
             if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise ValueError(f"{entry.filename} is compressed as NumPy does not")
@@ -135,21 +135,22 @@ def open_npz(path: Path, asked: Asked) -> Source:
     if "valids" in members:
         problem = "a compact dataset of OGBench: two rows are flagged at each end"
         raise misfit(problem, path, "give ogbench's own file, or save with compact_dataset=False")
-    here = names_after(members, asked.names)
+    columns = names_after(members, request.names)
     # Its terminals are ends of trajectories, not of tasks; `masks` come with its rewards.
-    ogbench = {"observations", "actions", "terminals"} <= here and not {*FLAGS} & {*asked.names}
-    ogbench = ogbench and ("masks" in here or not {"rewards", *TIME_FLAGS} & here)
+    ogbench = {"observations", "actions", "terminals"} <= columns
+    ogbench = ogbench and not {*FLAGS} & {*request.names}
+    ogbench = ogbench and ("masks" in columns or not {"rewards", *TIME_FLAGS} & columns)
     single = {n: members[n] for n in single_values(members) if members[n].dtype.kind in "biuf"}
     values = {name: member.read(0, 1).item() for name, member in single.items()}
     numbers = {name: value for name, value in values.items() if np.isfinite(value)}
     return table_source(
         members,
-        asked,
+        request,
         (file,),
         lambda rows: rows,
         numbers,
         format="ogbench" if ogbench else "npz",
-        rule=asked.rule or (ARTIFICIAL if ogbench else None),
+        rule=request.rule or (ARTIFICIAL if ogbench else None),
         facts={"attributes": numbers},
-        notes=[OGBENCH] if ogbench and "masks" not in here and not asked.rule else [],
+        notes=[OGBENCH] if ogbench and "masks" not in columns and not request.rule else [],
     )

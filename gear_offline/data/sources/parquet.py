@@ -21,7 +21,7 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, Int64Array
 from gear_offline.data.dataset.scores import dataset_of_file
 from gear_offline.data.sources.arrow_messages import MAGIC, read_batches
-from gear_offline.data.sources.base import Asked, Piece, Source, SourceInfo
+from gear_offline.data.sources.base import Piece, Request, Source, SourceInfo
 from gear_offline.data.sources.columns import row_kinds, split_names
 from gear_offline.data.sources.flags import chosen_flags
 from gear_offline.data.sources.flat import REQUIRED, find_columns, table_source
@@ -38,9 +38,9 @@ MAX_ROW_VALUES = 1 << 27
 MAX_EPISODES = 1 << 24  # of a file; each takes some tens of bytes
 
 
-def open_parquet(path: Path, asked: Asked) -> Source:
+def open_parquet(path: Path, request: Request) -> Source:
     """Open files of one row a step or an episode; reads how long they are."""
-    path, names, paths = path.absolute(), asked.names, asked.shards or (path.absolute(),)
+    path, names, paths = path.absolute(), request.names, request.shards or (path.absolute(),)
     form = "arrow" if paths[0].suffix.lower() in ARROW else "parquet"
     files = tuple(map(ArrowFile if form == "arrow" else ParquetFile, paths))
     file, inputs = Shards(files) if files[1:] else files[0], tuple(each.file for each in files)
@@ -50,20 +50,20 @@ def open_parquet(path: Path, asked: Asked) -> Source:
             problem, path, "give a row for each step or episode, columns of different names"
         )
     types = {field.name: field.type for field in file.schema}
-    lists = [name for name, kind in types.items() if is_list(kind) and is_numeric(kind)]
+    lists = [name for name, dtype in types.items() if is_list(dtype) and is_numeric(dtype)]
     observed, acts = (split_names(names.get(name, name)) for name in REQUIRED)
     nested = any(is_list(getattr(types[n], "storage_type", types[n]).value_type) for n in lists)
-    numbers = {name for name, kind in types.items() if is_numeric(kind)} - {*lists}
+    numbers = {name for name, dtype in types.items() if is_numeric(dtype)} - {*lists}
     rewards, flags = {names.get("rewards", "rewards")}, {*chosen_flags(types, names).values()}
-    known = {mark[2] for mark in map(MARK.fullmatch, row_marks(types)) if mark}
-    tells = rewards & types.keys() or (set[str]() if nested else flags or known)
-    asks = {mark[2] for mark in MARK.finditer(asked.rule or "")} & types.keys() - {*lists}
-    tells |= {*observed, *acts}
-    by_step = bool(asks or tells & numbers) or not lists  # of an episode they are lists
-    arrays = {n: _array(file, n, kind, by_step) for n, kind in types.items()}
+    mark_names = {mark[2] for mark in map(MARK.fullmatch, row_marks(types)) if mark}
+    signs = rewards & types.keys() or (set[str]() if nested else flags or mark_names)
+    rule_columns = {mark[2] for mark in MARK.finditer(request.rule or "")} & types.keys() - {*lists}
+    signs |= {*observed, *acts}
+    by_step = bool(rule_columns or signs & numbers) or not lists  # of an episode they are lists
+    arrays = {n: _array(file, n, dtype, by_step) for n, dtype in types.items()}
     if by_step:
-        return table_source(arrays, asked, inputs, lambda r: r, where=path, format=f"{form}-rows")
-    stored, left_out = find_columns(arrays, asked, REQUIRED[::-1], ("rewards",), where=str(path))
+        return table_source(arrays, request, inputs, lambda r: r, where=path, format=f"{form}-rows")
+    stored, left_out = find_columns(arrays, request, REQUIRED[::-1], ("rewards",), where=str(path))
     once = sorted(numbers)  # of one value an episode
     if file.rows > MAX_EPISODES:
         raise misfit(f"{file.rows:,} episodes", path, f"give files of at most {MAX_EPISODES:,}")
@@ -103,7 +103,7 @@ def open_parquet(path: Path, asked: Asked) -> Source:
         kinds,
         lengths=lengths,
         info=SourceInfo(
-            uri=asked.uri,
+            uri=request.uri,
             format=form,
             rule="rows",
             reference_name=next((d for f in folders if (d := dataset_of_file(f))), None),
@@ -113,14 +113,14 @@ def open_parquet(path: Path, asked: Asked) -> Source:
     )
 
 
-def _array(file: Table, name: str, kind: Any, by_step: bool) -> SimpleNamespace:
+def _array(file: Table, name: str, dtype: Any, by_step: bool) -> SimpleNamespace:
     """Return a column as `find_columns` takes it: of one row a step, or lists of an episode."""
-    is_text = re.match("(dictionary<values=)?(large_)?string", str(kind))
+    is_text = re.match("(dictionary<values=)?(large_)?string", str(dtype))
     column, first = Column(file, name), np.empty(1, str if is_text else object)
-    if is_numeric(kind) and (by_step or is_list(kind)):
+    if is_numeric(dtype) and (by_step or is_list(dtype)):
         first = column.rows(0, 1) if by_step else np.empty(1, "f4")
     column.close()
-    shape, text = (file.rows, *first.shape[1:]), f"type {kind}"
+    shape, text = (file.rows, *first.shape[1:]), f"type {dtype}"
     if text.startswith("type struct"):
         text += f" (write table.flatten(), whose columns are {name}.FIELD)"
     return SimpleNamespace(type_name=text, read=column.rows, shape=shape, dtype=first.dtype)
@@ -143,13 +143,13 @@ class ParquetFile:
             # of each column the values of a row, before anything is decoded
             self.widths, self.texts = dict[str, int](), set[str]()
             for group in groups if self.rows else ():
-                for part in map(group.column, range(group.num_columns)):
-                    name, values = part.path_in_schema, part.num_values // max(group.num_rows, 1)
-                    if part.physical_type == "BYTE_ARRAY":
+                for chunk in map(group.column, range(group.num_columns)):
+                    name, values = chunk.path_in_schema, chunk.num_values // max(group.num_rows, 1)
+                    if chunk.physical_type == "BYTE_ARRAY":
                         values = max(values, BATCH_VALUES // BATCH_TEXTS)
                         self.texts.add(name)
                     self.widths[name] = max(self.widths.get(name, 1), values)
-                    claimed, stored = part.total_uncompressed_size, part.total_compressed_size
+                    claimed, stored = chunk.total_uncompressed_size, chunk.total_compressed_size
                     if claimed > max(MAX_UNPACKED_BYTES, MAX_GROUP_RATIO * stored):
                         raise _too_much(claimed, stored, f"{path}: {name}")
 
@@ -180,12 +180,12 @@ class ArrowFile(ParquetFile):
         self.reading = partial(reading_errors, "arrow", path)
         with self.reading(), self.file.open() as raw:
             batches = read_batches(raw, self.file.identity[2])
-            self.schema, _ = self._opened(raw)
+            self.schema, _ = self._open_batches(raw)
         rows = [batch for batch in batches if not batch.is_dictionary]
         self.rows = sum(batch.rows for batch in rows)
         dictionaries = [batch for batch in batches if batch.is_dictionary]  # all are kept
-        for kept in (*([batch] for batch in rows), dictionaries):
-            claimed, stored = (sum(getattr(b, n) for b in kept) for n in ("claimed", "stored"))
+        for group in (*([batch] for batch in rows), dictionaries):
+            claimed, stored = (sum(getattr(b, n) for b in group) for n in ("claimed", "stored"))
             if claimed > max(MAX_UNPACKED_BYTES, MAX_BATCH_RATIO * stored):
                 raise _too_much(claimed, stored, path)
 
@@ -193,12 +193,12 @@ class ArrowFile(ParquetFile):
         """Yield a column as Arrow arrays with their first rows, from the first one on."""
         first = 0
         with self.reading(), self.file.open() as raw:
-            for batch in self._opened(raw, self.schema.names.index(name))[1]:
+            for batch in self._open_batches(raw, self.schema.names.index(name))[1]:
                 batch.validate(full=True)
                 yield first, batch.column(name)
                 first += len(batch)
 
-    def _opened(self, raw: Any, *fields: int) -> tuple[Any, Iterable[Any]]:
+    def _open_batches(self, raw: Any, *fields: int) -> tuple[Any, Iterable[Any]]:
         """Return the schema, and the batches of some fields or all."""
         raw.seek(0)
         is_file = raw.read(len(MAGIC)) == MAGIC
@@ -252,29 +252,30 @@ class Column:
         """Return rows ``[start, stop)``, at least one, as an Arrow array."""
         import pyarrow
 
-        parts = self._parts(start, stop)
-        return parts[0] if len(parts) == 1 else pyarrow.concat_arrays(parts)
+        arrays = self._read_arrays(start, stop)
+        return arrays[0] if len(arrays) == 1 else pyarrow.concat_arrays(arrays)
 
-    def _parts(self, start: int, stop: int) -> list[Any]:
+    def _read_arrays(self, start: int, stop: int) -> list[Any]:
         if start < self._batch[0]:
             self._batches = self.file.batches(self.name, start)
             self._batch = next(self._batches)
-        parts = []
+        arrays = []
         while True:
             first, values = self._batch
             if start < first + len(values):
-                parts.append(values[max(start - first, 0) : stop - first])
+                arrays.append(values[max(start - first, 0) : stop - first])
             if stop <= first + len(values):
                 break
             self._batch = next(self._batches)
         if stop == self.file.rows:  # a folder may have thousands of files
             self.close()
-        return parts
+        return arrays
 
     def rows(self, start: int, stop: int) -> Array:
         """Return (stop - start, *step shape) of a column of one row a step."""
-        parts = [step_rows(part, self.name, self.file.where) for part in self._parts(start, stop)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        arrays = self._read_arrays(start, stop)
+        blocks = [step_rows(array, self.name, self.file.where) for array in arrays]
+        return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
 
 
 def step_rows(values: Any, name: str, path: Path) -> Array:
@@ -284,12 +285,12 @@ def step_rows(values: Any, name: str, path: Path) -> Array:
 
     steps, shape = len(values), list[int]()
     while is_list(values.type):
-        kind, values = values.type, getattr(values, "storage", values)  # of extension types
+        dtype, values = values.type, getattr(values, "storage", values)  # of extension types
         widths = _lengths(values)
         if values.null_count or (widths != widths[0]).any() or not widths[0]:
             raise misfit("steps are missing, empty or of different widths", where, remedy)
-        shape += getattr(kind, "shape", [int(widths[0])])  # a tensor is stored as one list
-        if (order := getattr(kind, "permutation", None)) and order != sorted(order):
+        shape += getattr(dtype, "shape", [int(widths[0])])  # a tensor is stored as one list
+        if (order := getattr(dtype, "permutation", None)) and order != sorted(order):
             raise misfit("a tensor with its axes in another order", where, remedy)
         values = values.flatten()
     if values.null_count and not is_floating(values.type):  # those become NaN
@@ -307,18 +308,18 @@ def _lengths(lists: Any) -> Int64Array:
     return np.asarray(counts.to_numpy(zero_copy_only=False), np.int64)
 
 
-def is_list(kind: Any) -> bool:
+def is_list(dtype: Any) -> bool:
     """Tell a list's Arrow type."""
     from pyarrow import types
 
-    kind = getattr(kind, "storage_type", kind)
-    return any(f(kind) for f in (types.is_list, types.is_large_list, types.is_fixed_size_list))
+    dtype = getattr(dtype, "storage_type", dtype)
+    return any(f(dtype) for f in (types.is_list, types.is_large_list, types.is_fixed_size_list))
 
 
-def is_numeric(kind: Any) -> bool:
+def is_numeric(dtype: Any) -> bool:
     """Tell the Arrow type of a number or bool, or of lists of them."""
     from pyarrow import types
 
-    while is_list(kind):
-        kind = getattr(kind, "storage_type", kind).value_type
-    return any(f(kind) for f in (types.is_integer, types.is_floating, types.is_boolean))
+    while is_list(dtype):
+        dtype = getattr(dtype, "storage_type", dtype).value_type
+    return any(f(dtype) for f in (types.is_integer, types.is_floating, types.is_boolean))

@@ -28,39 +28,38 @@ EXACT = ("gray", "rgb48", "gbrp", "rgba", "bgra")
 def video_frames(file: InputFile, times: Float64Array, size: Size = None) -> Array:
     """Return the frames of a video that are nearest to `times` in seconds, (N, h, w, C).
 
-    They are of one `size`, (h, w), which is known from others.
-
-    One further away than `TOLERANCE` is refused (``SOURCE_LAYOUT``).
+    They are of one `size`, (h, w), if that is given.  One further away than `TOLERANCE` is refused
+    (``SOURCE_LAYOUT``).
     """
     order = np.argsort(times, kind="stable")
-    wanted = times[order]
-    distances = np.full(wanted.size, np.inf)
-    for place in (wanted[0], 0.0):  # a key frame before it, or else the beginning
+    sorted_times = times[order]
+    distances = np.full(sorted_times.size, np.inf)
+    for start in (sorted_times[0], 0.0):  # a key frame before it, or else the beginning
         frames = list[Array]()
-        with file.open() as raw, _opened(raw, file.path) as video:
+        with file.open() as raw, _open_frames(raw, file.path) as video:
             stream = video.streams.video[0]
-            video.seek(int(place / stream.time_base), stream=stream)
+            video.seek(int(start / stream.time_base), stream=stream)
             # each frame with the next one, behind which nothing is nearer to times before it
             for frame, after in pairwise(chain(video.decode(stream), [None])):
                 middle = np.inf if after is None else (frame.time + after.time) / 2
-                count = int(np.searchsorted(wanted, middle, side="right")) - len(frames)
-                part = slice(len(frames), len(frames) + max(count, 0))
-                distances[part] = np.abs(wanted[part] - frame.time)
+                count = int(np.searchsorted(sorted_times, middle, side="right")) - len(frames)
+                span = slice(len(frames), len(frames) + max(count, 0))
+                distances[span] = np.abs(sorted_times[span] - frame.time)
                 if count > 0:
                     frames += [pixels(frame, file.path, size)] * count
                     size = frames[0].shape[:2]
-                if len(frames) == wanted.size:
+                if len(frames) == sorted_times.size:
                     break
         if distances.max() <= TOLERANCE:
             return np.stack(frames)[np.argsort(order, kind="stable")]
     at = int(np.argmax(distances))
-    problem = f"no frame at {wanted[at]:.4f} s: the nearest is {distances[at]:.4f} s away"
+    problem = f"no frame at {sorted_times[at]:.4f} s: the nearest is {distances[at]:.4f} s away"
     raise misfit(problem, file.path, "the video is another's, or cut short: get both again")
 
 
 def image_pixels(content: bytes, path: Path, size: Size = None) -> Array:
     """Return the pixels of a PNG, JPEG, TIFF or other image, (h, w, C)."""
-    with _opened(BytesIO(content), path) as image:
+    with _open_frames(BytesIO(content), path) as image:
         return pixels(next(image.decode(video=0)), path, size)
 
 
@@ -75,23 +74,23 @@ def pixels(frame: Any, path: Path, size: Size = None) -> Array:
             f"a frame of {frame.width} x {frame.height} behind others of {size[1]} x {size[0]}"
         )
         raise misfit(problem, path, "give all frames one size")
-    kind = frame.format
-    alpha = any(part.is_alpha for part in kind.components)
-    eight = all(part.bits == 8 for part in kind.components)
-    if len(kind.components) >= 3 and eight and not alpha and not kind.has_palette:
+    pixel_format = frame.format
+    alpha = any(component.is_alpha for component in pixel_format.components)
+    eight = all(component.bits == 8 for component in pixel_format.components)
+    if len(pixel_format.components) >= 3 and eight and not alpha and not pixel_format.has_palette:
         rows: Array = frame.to_ndarray(format="rgb24")
-    elif kind.name == "bgra":
+    elif pixel_format.name == "bgra":
         rows = frame.to_ndarray(format="rgba")
-    elif kind.name.startswith(EXACT) and kind.name != "gbrap":
+    elif pixel_format.name.startswith(EXACT) and pixel_format.name != "gbrap":
         rows = frame.to_ndarray()
     else:
-        problem = f"pixels of the format {kind.name} are not read, as their numbers would change"
+        problem = f"pixels of {pixel_format.name} are not read, as their numbers would change"
         raise misfit(problem, path, "store grey of 8 or 16 bits, RGB or RGBA")
     return rows if rows.ndim == 3 else rows[..., None]
 
 
 @contextmanager
-def _opened(file: Any, path: Path) -> Iterator[Any]:
+def _open_frames(file: Any, path: Path) -> Iterator[Any]:
     with package_needed("frames are decoded by PyAV", "lerobot"):
         import av
     with reading_errors("video or image", path), av.open(file) as opened:

@@ -1,10 +1,10 @@
 """Ring buffers that were saved: which rows are filled, and which of them is the oldest.
 
 A library names three numbers beside the arrays: the row to be written next, how many rows are
-filled (or a flag that all are), and how many there is room for.  So do tianshou (``_index``,
+filled (or a flag that all are), and how many there is room for.  Examples are tianshou (``_index``,
 ``_size``, ``maxsize``), Stable-Baselines3 (``pos``, ``full``, ``buffer_size``), TD3 and CORL
-(``ptr``, ``size``, ``max_size``), rlpd (``_insert_index``), DrQ (``idx``), TorchRL (``_cursor``),
-rlkit (``_top``).
+(``ptr``, ``size``, ``max_size``).  Others are rlpd (``_insert_index``), DrQ (``idx``), TorchRL
+(``_cursor``) and rlkit (``_top``).
 
 Shape legend: N rows that are stored.
 """
@@ -42,17 +42,17 @@ class Ring(NamedTuple):
     @classmethod
     def find(cls, numbers: Mapping[str, Any], rows: int, where: str) -> Ring | None:
         """Read the numbers beside arrays of N `rows`; ``None`` if none tell of a ring."""
-        here = {n.split("/")[-1].lstrip("_").lower(): n for n in sorted(numbers)}
-        fitting = (
-            [here[n] for n in here if re.fullmatch(p, n)] for p in (NEXT, FILLED, FULL, ROOM)
-        )
-        names = [min(fits, key=lambda n: (n in COMMON, n), default="") for fits in fitting]
+        stored_names = {n.split("/")[-1].lstrip("_").lower(): n for n in sorted(numbers)}
+        names = list[str]()
+        for pattern in (NEXT, FILLED, FULL, ROOM):
+            fits = [name for key, name in stored_names.items() if re.fullmatch(pattern, key)]
+            names.append(min(fits, key=lambda name: (name in COMMON, name), default=""))
         after, filled, full, room = names
         is_common = after in COMMON and not (full or room)
         if not after or is_common:
             return None
-        values = [_whole(numbers.get(name)) for name in names]
-        told = ", ".join(f"{n} {v}" for n, v in zip(names, values, strict=True) if n)
+        values = [_to_integer(numbers.get(name)) for name in names]
+        evidence = ", ".join(f"{n} {v}" for n, v in zip(names, values, strict=True) if n)
         index, count = values[0], values[1]
         is_other = not 0 < (index or 0) < rows or (after != "ptr" and values[3] != rows)
         if is_other and not (filled or full):
@@ -62,17 +62,17 @@ class Ring(NamedTuple):
         capacity = values[3] if room else None
         has_gone_round = count == rows and capacity in (rows, None)
         if index is None or count is None or not 0 < count <= rows:
-            raise misfit(f"{rows:,} rows, and a ring of {told}", where, UNCLEAR)
+            raise misfit(f"{rows:,} rows, and a ring of {evidence}", where, UNCLEAR)
         if index % rows != 0 and index != count and not has_gone_round:
-            raise misfit(f"{rows:,} rows, and a ring of {told}", where, UNCLEAR)
-        return cls(rows, index % rows if has_gone_round else 0, count, told)
+            raise misfit(f"{rows:,} rows, and a ring of {evidence}", where, UNCLEAR)
+        return cls(rows, index % rows if has_gone_round else 0, count, evidence)
 
     def notes(self) -> list[str]:
-        """Say which rows are left out or moved."""
+        """Describe the rows that are left out or moved."""
         notes = list[str]()
         if self.filled < self.rows:
-            what = f"{self.filled:,} of {self.rows:,} rows are filled"
-            notes.append(f"{what} ({self.evidence}): the others are left out")
+            finding = f"{self.filled:,} of {self.rows:,} rows are filled"
+            notes.append(f"{finding} ({self.evidence}): the others are left out")
         if self.oldest:
             notes.append(f"a ring ({self.evidence}): row {self.oldest:,} is the oldest, and first")
         return notes
@@ -86,11 +86,11 @@ class Ring(NamedTuple):
 
     def _read(self, read: Any, start: int, stop: int) -> Array:
         turn = self.rows - self.oldest  # row at which it goes on with the first one stored
-        parts = [(max(start, 0), min(stop, turn), self.oldest), (max(start, turn), stop, -turn)]
-        rows = [read("", a + shift, b + shift) for a, b, shift in parts if a < b]
+        spans = [(max(start, 0), min(stop, turn), self.oldest), (max(start, turn), stop, -turn)]
+        rows = [read("", a + shift, b + shift) for a, b, shift in spans if a < b]
         return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 
-def _whole(value: Any) -> int | None:
+def _to_integer(value: Any) -> int | None:
     number = np.asarray(value)
     return int(number.item()) if number.size == 1 and number.dtype.kind in "biu" else None

@@ -36,30 +36,30 @@ _ROW_MARKS = (  # names of columns that tell where episodes are, and the part of
 def row_marks(columns: Collection[str]) -> list[str]:
     """Return parts of a rule for columns whose names say that they tell where episodes are."""
     pairs = ((name, *mark) for mark in _ROW_MARKS for name in columns)
-    return [part.format(name) for name, pattern, part in pairs if re.fullmatch(pattern, name)]
+    return [term.format(name) for name, pattern, term in pairs if re.fullmatch(pattern, name)]
 
 
 def last_rows(mark: re.Match[str], column: Any, rows: int, where: str) -> Int64Array:
     """Return the last row of each episode that a mark tells of."""
-    kind, name, value = mark.groups()
+    label, name, value = mark.groups()
     last, problem, remedy = None, f"{name} marks no row", "name another column or value"
-    if kind not in BOUNDS and column.shape[0] != rows:
+    if label not in BOUNDS and column.shape[0] != rows:
         problem = f"{name} has {column.shape[0]:,} rows, and {mark[0]} asks for {rows:,}"
         raise misfit(problem, where, f"it may hold starts:{name}, ends:{name} or lengths:{name}")
-    if column.dtype.kind == "U" and kind != "ids":
+    if column.dtype.kind == "U" and label != "ids":
         problem = f"{name} is text, and {mark[0]} asks for numbers"
         raise InputError("COLUMN", problem, where, "store it as whole numbers")
-    if kind in BOUNDS:
-        last = _bounds(kind, column, rows)
-        problem = f"{name} holds no {kind} of the episodes of {rows:,} rows"
+    if label in BOUNDS:
+        last = _bounds(label, column, rows)
+        problem = f"{name} holds no {label} of the episodes of {rows:,} rows"
         remedy = f"a value in each row is first:{name} or ids:{name}; of last rows add 1 to each"
-    elif kind == "ids":
+    elif label == "ids":
         first, ids = runs(blocks_of(column))
         if np.unique(ids).size == first.size:
             last = np.append(first[1:], rows) - 1
         problem, remedy = f"{name} has an id again behind another one", MIXED
     elif (hits := true_rows(column, name, where, value)).size:
-        last = hits if kind == "last" else np.append(hits[hits > 0], rows) - 1
+        last = hits if label == "last" else np.append(hits[hits > 0], rows) - 1
     else:
         remedy += f": its first row holds {next(blocks_of(column))[1].flat[0] + 0:g}"
     if last is None:
@@ -67,13 +67,14 @@ def last_rows(mark: re.Match[str], column: Any, rows: int, where: str) -> Int64A
     return last
 
 
-def _bounds(kind: str, column: Any, rows: int) -> Int64Array | None:
+def _bounds(label: str, column: Any, rows: int) -> Int64Array | None:
     """Return the last row of each episode by such marks; ``None`` if they are none."""
-    numbers = np.concatenate([np.zeros(0), *(part.reshape(-1) for _, part in blocks_of(column))])
-    stops, total = np.cumsum(numbers) if kind == "lengths" else numbers, rows * (kind != "starts")
+    numbers = np.concatenate([np.zeros(0), *(block.reshape(-1) for _, block in blocks_of(column))])
+    stops, total = np.cumsum(numbers) if label == "lengths" else numbers, rows * (label != "starts")
     rising = (np.diff(stops, prepend=0) >= 0).all() and (numbers == np.rint(numbers)).all()
-    known = numbers.size and rising and total <= stops[-1] <= rows
-    if not known or (kind == "starts" and numbers[0] > 0 and stops[-1] == rows - 1):  # last rows
+    if not (numbers.size and rising and total <= stops[-1] <= rows):
+        return None
+    if label == "starts" and numbers[0] > 0 and stops[-1] == rows - 1:  # they are last rows
         return None
     return np.union1d(stops[stops > 0].astype(np.int64), [rows]) - 1
 
@@ -87,8 +88,8 @@ def _counts_from(column: Any) -> float | None:
     rise: float | None = None
     dtype = np.float64 if column.dtype.kind == "f" else np.int64
     before, rises, repeats = np.zeros(0, dtype), 0, 0
-    for _, part in blocks_of(column):
-        steps = np.append(before, part.astype(dtype))
+    for _, block in blocks_of(column):
+        steps = np.append(before, block.astype(dtype))
         first = steps[0].item() if first is None else first
         up = np.diff(steps)[steps[1:] != first]
         if up.size and rise is None:
@@ -102,13 +103,13 @@ def _counts_from(column: Any) -> float | None:
 
 def falls(column: Any, rows: int) -> Int64Array:
     """Return the rows behind which a column of one number a row falls."""
-    parts, before = [np.zeros(0, np.int64)], np.zeros(0, column.dtype)
+    drops, before = [np.zeros(0, np.int64)], np.zeros(0, column.dtype)
     is_counter = column.shape == (rows,) and column.dtype.kind in "iuf"
-    for row, part in blocks_of(column) if is_counter else ():
-        steps = np.append(before, part)
-        parts.append(np.flatnonzero(steps[1:] < steps[:-1]) + row - before.size)
+    for row, block in blocks_of(column) if is_counter else ():
+        steps = np.append(before, block)
+        drops.append(np.flatnonzero(steps[1:] < steps[:-1]) + row - before.size)
         before = steps[-1:]
-    return np.concatenate(parts)
+    return np.concatenate(drops)
 
 
 def unnamed_marks(table: Mapping[str, Any], rows: int) -> dict[str, tuple[Int64Array, str]]:
@@ -117,10 +118,10 @@ def unnamed_marks(table: Mapping[str, Any], rows: int) -> dict[str, tuple[Int64A
     for name, column in table.items():
         size = column.shape[0]
         if column.shape == (size,) and column.dtype.kind in "iu" and 1 < size < rows:
-            for kind in ("lengths", "starts"):
-                last = _bounds(kind, column, rows)
+            for label in ("lengths", "starts"):
+                last = _bounds(label, column, rows)
                 if last is not None and last.size in (size, size - 1) and last[-2:][0] >= size - 1:
-                    marks[f"{kind}:{name}"] = last, ""
+                    marks[f"{label}:{name}"] = last, ""
     for mark in filter(None, map(MARK.fullmatch, row_marks(table))):
         column = table[mark[2]]
         if column.shape[0] != rows:
@@ -128,10 +129,10 @@ def unnamed_marks(table: Mapping[str, Any], rows: int) -> dict[str, tuple[Int64A
         if mark[3] == "0":
             first = _counts_from(column) if column.dtype.kind in "iuf" else None
             text = f"{first:.15g}" if isinstance(first, float) else str(first)
-            own = None if first is None else MARK.fullmatch(f"first:{mark[2]}={text}")
-            if own is None:
+            counter_mark = None if first is None else MARK.fullmatch(f"first:{mark[2]}={text}")
+            if counter_mark is None:
                 continue
-            mark = own
+            mark = counter_mark
         try:
             marks[mark[0]] = last_rows(mark, column, rows, ""), ""
         except InputError:  # of floats it is another column, of a usual name

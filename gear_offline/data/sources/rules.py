@@ -48,18 +48,18 @@ class Rule(NamedTuple):
     @classmethod
     def parse(cls, text: str, columns: Collection[str], where: str) -> Rule:
         """Read ``none``, or flags, ``steps=N``, marks, a convention's name, joined by ``|``."""
-        parts = text.split("|") if text != "none" else []
-        ends = [part for part in parts if part in FLAGS]
-        names = [part for part in parts if part in CONVENTIONS]
-        marks = [m for part in parts if (m := MARK.fullmatch(part)) and m[1] != "by"]
-        limits = [p[6:] for p in parts if re.fullmatch(r"steps=[1-9][0-9]{0,11}", p)]
+        terms = text.split("|") if text != "none" else []
+        ends = [term for term in terms if term in FLAGS]
+        names = [term for term in terms if term in CONVENTIONS]
+        marks = [m for term in terms if (m := MARK.fullmatch(term)) and m[1] != "by"]
+        limits = [p[6:] for p in terms if re.fullmatch(r"steps=[1-9][0-9]{0,11}", p)]
         count = len({*ends}) + len(names[:1]) + len(marks) + len(limits[:1])
-        if count < len(parts):
+        if count < len(terms):
             remedy = f"join parts with '|': {KNOWN}, first:COLUMN, last:COLUMN=VALUE; or 'none'"
             raise misfit(f"boundary rule {text!r} is not understood", "", remedy)
-        own = [flag for flag in ends if flag in TERMINAL_FLAGS]
-        terminals, cuts = [flag for flag in own if flag not in UNIONS] or own, list[str]()
-        if not own:  # on time flags alone: their counterparts tell
+        enders = [flag for flag in ends if flag in TERMINAL_FLAGS]
+        terminals, cuts = [f for f in enders if f not in UNIONS] or enders, list[str]()
+        if not enders:  # on time flags alone: their counterparts tell
             terminals = [t for t, time in PAIRS.items() if time in ends and t in columns]
         for name in names:
             either = (f for f in (*UNIONS, *TERMINAL_FLAGS) if f in columns)
@@ -78,7 +78,7 @@ class Rule(NamedTuple):
         limit = int(limits[0]) if limits else None
         return cls(ends, terminals, cuts, limit, SPLIT in names, marks)
 
-    def terminated(self, last: Int64Array, lengths: Int64Array, true: RowsWhereTrue) -> BoolArray:
+    def judge(self, last: Int64Array, lengths: Int64Array, true: RowsWhereTrue) -> BoolArray:
         """Return (E,) bool: the episodes that terminated, by their `last` rows."""
         ended = np.isin(last, union(map(true, self.terminals)))
         ended &= ~np.isin(last, union(map(true, self.cuts)))
@@ -87,16 +87,16 @@ class Rule(NamedTuple):
 
 def default_rule(flags: Collection[str], true: RowsWhereTrue) -> tuple[str, str]:
     """Return the rule that the flags of a table imply, and what they cannot tell; "" for none."""
-    known = [flag for flag in FLAGS if flag in flags]
-    terminal, union, time = (next((f for f in known if MEANING[f] == k), "") for k in range(3))
+    ordered = [flag for flag in FLAGS if flag in flags]
+    terminal, union, time = (next((f for f in ordered if MEANING[f] == k), "") for k in range(3))
     for pair in PAIRS.items():
         if {*pair} <= {*flags}:
             return "|".join(pair), ""
     # Gymnasium's flag is true at time limits alone: the other one is true at every end.
     every_end = (union or terminal) if time.endswith("TimeLimit.truncated") else ""
-    if terminal and not every_end and (other := time or union):
-        tells = "one with both counts as terminated" if time else f"{terminal} tells terminations"
-        return f"{terminal}|{other}", f"{terminal} and {other} end episodes: {tells}"
+    if terminal and not every_end and (second := time or union):
+        reading = "one with both counts as terminated" if time else f"{terminal} tells terminations"
+        return f"{terminal}|{second}", f"{terminal} and {second} end episodes: {reading}"
     if time and (flag := every_end or union):
         if every_end or flag == "next.done" or np.isin(true(time), true(flag)).all():
             note = f"{flag} is true at every {time} too, which count as truncated; --rule {ONLY} "
@@ -111,12 +111,12 @@ def default_rule(flags: Collection[str], true: RowsWhereTrue) -> tuple[str, str]
 
 def split_values(rule: str | None) -> tuple[str | None, dict[str, str]]:
     """Return a rule without the values of ``FLAG=VALUE``, at which a flag is true; and those."""
-    parts = [part.partition("=") for part in rule.split("|")] if rule else []
-    values = {n: value for n, _, value in parts if n in FLAGS and re.fullmatch(_NUMBER, value)}
-    texts = (name if name in values else f"{name}{equals}{value}" for name, equals, value in parts)
+    terms = [term.partition("=") for term in rule.split("|")] if rule else []
+    values = {n: value for n, _, value in terms if n in FLAGS and re.fullmatch(_NUMBER, value)}
+    texts = (name if name in values else f"{name}{equals}{value}" for name, equals, value in terms)
     return rule and "|".join(texts), values
 
 
-def union(parts: Any) -> Int64Array:
+def union(row_sets: Any) -> Int64Array:
     """Return the rows that are in any of `parts`, sorted."""
-    return reduce(np.union1d, parts, np.zeros(0, np.int64))
+    return reduce(np.union1d, row_sets, np.zeros(0, np.int64))

@@ -32,16 +32,16 @@ def split_order(
 ) -> tuple[str | None, str, Int64Array | None, Int64Array]:
     """Take ``by:COLUMN`` or ``by:NUMBER`` out of a rule.
 
-    Return the rest of the rule, that part, the (N,) order of rows by the column and the last row of
-    each environment in it; without such a part no order and no rows.
+    Return the remaining rule, that term, the (N,) order of rows by the column, and the last row of
+    each environment in this order.  Without such a term there is no order and no row.
     """
-    parts = (rule or "").split("|")
-    by = next((part for part in parts if part.startswith("by:") and MARK.fullmatch(part)), None)
+    terms = (rule or "").split("|")
+    by = next((term for term in terms if term.startswith("by:") and MARK.fullmatch(term)), None)
     if by is None:
         return rule, "", None, np.zeros(0, np.int64)
-    rest, name = "|".join(part for part in parts if part != by) or None, by[3:]
+    remaining, name = "|".join(term for term in terms if term != by) or None, by[3:]
     if name in columns and columns[name].shape == (rows,):
-        values = np.concatenate([part for _, part in blocks_of(columns[name])])
+        values = np.concatenate([block for _, block in blocks_of(columns[name])])
     elif name.isdecimal() and rows % int(name or 0) == 0:
         values = np.arange(rows) % int(name)
     else:
@@ -49,7 +49,7 @@ def split_order(
         raise InputError("COLUMN", problem, where, f"columns here: {', '.join(columns)}")
     order = np.argsort(values, kind="stable")
     last = np.append(runs([(0, values[order])])[0][1:], rows) - 1
-    return rest, by, order, last
+    return remaining, by, order, last
 
 
 class SortedColumn:
@@ -72,9 +72,9 @@ class SortedColumn:
             first = int(places[done])
             near = (places[done:] >= first) & (places[done:] < first + self._span)
             count = len(near) if near.all() else int(near.argmin())
-            chosen = places[done : done + count]
-            block = self._column.read(first, int(chosen.max()) + 1)
-            rows[done : done + count] = block[chosen - first]
+            near_rows = places[done : done + count]
+            block = self._column.read(first, int(near_rows.max()) + 1)
+            rows[done : done + count] = block[near_rows - first]
             done += count
         return rows
 
@@ -82,7 +82,7 @@ class SortedColumn:
 def doubts(
     table: Mapping[str, Any], flags: Collection[str], last: Int64Array, rows: int
 ) -> Iterator[tuple[str, str, bool]]:
-    """Yield why rows may be of several environments in turn, a remedy, and whether it is certain.
+    """Yield doubts that rows are of several environments in turn: finding, remedy, certainty.
 
     `last` are the last rows of the episodes that were found.
     """
@@ -96,14 +96,14 @@ def doubts(
         inside = np.setdiff1d(ends, last)
         if not inside.size or (is_sorted := _is_sorted(table, column)) is False:
             continue
-        what = f"{name} {'changes' if is_named else 'goes round'} at "
-        what += f"{count_text(inside.size, 'step')} inside episodes, as of environments in turn"
+        finding = f"{name} {'changes' if is_named else 'goes round'} at "
+        finding += f"{count_text(inside.size, 'step')} inside episodes, as of environments in turn"
         is_certain = is_named or (is_sorted and not np.isin(last[:-1], ends).all())
-        yield what, f"--ends by:{name} sorts rows", bool(is_certain)
+        yield finding, f"--ends by:{name} sorts rows", bool(is_certain)
 
 
 def _is_sorted(table: Mapping[str, Any], column: Any) -> bool | None:
-    """Tell whether rows follow those of the same value, and not those that are stored before.
+    """Check that rows follow those of the same value, and not those that are stored before.
 
     Next observations tell it, or distances; ``None`` where they do not.
     """

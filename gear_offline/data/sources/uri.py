@@ -19,9 +19,14 @@ from gear_offline.core.hub import fetch, is_hub
 from gear_offline.data.dataset.dataset import open_dataset
 from gear_offline.data.dataset.manifest import is_dataset
 from gear_offline.data.dataset.scores import dataset_file, dataset_of_file
-from gear_offline.data.sources.base import Asked, Source
+from gear_offline.data.sources.base import Request, Source
 from gear_offline.data.sources.columns import some_names
-from gear_offline.data.sources.combine import dataset_source, join_sources, turned, with_columns
+from gear_offline.data.sources.combine import (
+    adapt_columns,
+    dataset_source,
+    join_sources,
+    with_columns,
+)
 from gear_offline.data.sources.d4rl import EXPORTED, find_or_download
 from gear_offline.data.sources.dqn_replay import open_dqn_replay, replay_folder
 from gear_offline.data.sources.episode_ends import judge_ends
@@ -110,12 +115,12 @@ def open_source(
         file, key = _file_and_key(name)
         text, path = Path(file).name, Path(file)
     else:
-        _check_there(text, path)
+        _check_exists(text, path)
         text = path.name
-    return turned(_open(path, Asked(text, rule, names, key, partial)), rule)
+    return adapt_columns(_open(path, Request(text, rule, names, key, partial)), rule)
 
 
-def place_of(source: str) -> Path | None:
+def find_local_path(source: str) -> Path | None:
     """Return the place of a source on this machine; None where it is not here, or not yet."""
     scheme, _, name = source.partition(":")
     if scheme == "minari" and name:
@@ -131,8 +136,8 @@ def was_read_from(source: str, uri: str, files: Sequence[str]) -> bool:
     if name and (is_hub(source) or scheme in ("d4rl", "minari")):
         # The file of a D4RL dataset may have been converted under its own name.
         return uri == source or Path((scheme == "d4rl" and dataset_file(name)) or "-").name in files
-    place = place_of(source)
-    return not (files and place and place.is_file()) or place.name in files
+    local_path = find_local_path(source)
+    return not (files and local_path and local_path.is_file()) or local_path.name in files
 
 
 def _file_and_key(name: str) -> tuple[str, str]:
@@ -140,60 +145,60 @@ def _file_and_key(name: str) -> tuple[str, str]:
     return file, key
 
 
-def _open(path: Path, asked: Asked) -> Source:
+def _open(path: Path, request: Request) -> Source:
     reader: Reader = _open_hdf5
-    if asked.shards:
+    if request.shards:
         reader = open_parquet
-    elif asked.key is None and path.is_dir():
+    elif request.key is None and path.is_dir():
         reader = next((reader for fits, reader in FOLDERS if fits(path)), _open_folder)
-    elif asked.key is None:
+    elif request.key is None:
         reader = FILES.get(path.suffix.lower(), _open_hdf5)
     if reader is _open_folder:
-        return _open_folder(path, asked)
+        return _open_folder(path, request)
     with reading_errors(path.suffix or "dataset", path):
-        source = reader(path, asked)
+        source = reader(path, request)
         if source.info.format not in FLAT:
-            _judge(source, asked)
-    flags = chosen_flags(source.stored_names, asked.names).values()
-    for new, old in asked.names.items() if not asked.rule else ():
-        if old in flags and new not in MEANING:
-            source.warn(f"{old}, now {new}, still tells ends; --rule may name others")
-    return with_columns(source, asked.names)
+            _judge(source, request)
+    flags = chosen_flags(source.stored_names, request.names).values()
+    for alias, origin in request.names.items() if not request.rule else ():
+        if origin in flags and alias not in MEANING:
+            source.warn(f"{origin}, now {alias}, still tells ends; --rule may name others")
+    return with_columns(source, request.names)
 
 
-def _judge(source: Source, asked: Asked) -> None:
+def _judge(source: Source, request: Request) -> None:
     """Judge how stored episodes ended, by a rule or the flags of the user or the format."""
-    parts = [part.partition("=") for part in (asked.rule or "").split("|")]
-    if asked.rule and not any(
-        n in (MEANING if is_valued else CONVENTIONS) for n, is_valued, _ in parts
+    terms = [term.partition("=") for term in (request.rule or "").split("|")]
+    if request.rule and not any(
+        n in (MEANING if is_valued else CONVENTIONS) for n, is_valued, _ in terms
     ):
         problem = (
-            f"boundary rule {asked.rule!r} does not apply to a format that stores episodes apart"
+            f"boundary rule {request.rule!r} does not apply to a format that stores episodes apart"
         )
         remedy = "leave it out, or say how they ended: done-and-timeout|steps=N, done-only, "
-        raise misfit(problem, asked.uri, f"{remedy}FLAG-as-truncations")
-    meanings = [(MEANING.get(new), MEANING.get(old)) for new, old in asked.names.items()]
-    renamed = any(new is not None and new != old for new, old in meanings)
-    if not (asked.rule or renamed or source.info.format in JUDGED):
+        raise misfit(problem, request.uri, f"{remedy}FLAG-as-truncations")
+    meanings = [(MEANING.get(new), MEANING.get(old)) for new, old in request.names.items()]
+    renamed = any(after is not None and after != before for after, before in meanings)
+    if not (request.rule or renamed or source.info.format in JUDGED):
         return
-    flags = chosen_flags(source.stored_names, asked.names)
-    rows = {flag: source.column(source.named(old)) for flag, old in flags.items()}
+    flags = chosen_flags(source.stored_names, request.names)
+    rows = {flag: source.column(source.find_column(origin)) for flag, origin in flags.items()}
     lengths = source.episodes.lengths
     for flag in (f for f in rows if MEANING[f] == LIMIT and source.info.format == "hdf5-groups"):
-        ends = () if asked.rule else true_rows(rows[flag], flag, str(source.where))
+        ends = () if request.rule else true_rows(rows[flag], flag, str(source.where))
         if np.setdiff1d(ends, np.cumsum(lengths) - 1).size:
             remedy = "read one: --columns observations=GROUP/observations,actions=GROUP/actions,..."
             raise misfit(f"{flag} is true inside groups, of several episodes", source.where, remedy)
-    source.terminated, notes = judge_ends(rows, lengths, asked.rule, where=str(source.where))
+    source.terminated, notes = judge_ends(rows, lengths, request.rule, where=str(source.where))
     source.truncated = ~source.terminated
-    source.info = replace(source.info, rule=asked.rule or source.info.rule)
+    source.info = replace(source.info, rule=request.rule or source.info.rule)
     source.warn(*notes)
 
 
-def _open_folder(path: Path, asked: Asked) -> Source:
+def _open_folder(path: Path, request: Request) -> Source:
     """Open the files of a folder that make one dataset, or those in it where the Hub has them."""
     folder = path.absolute()
-    is_bare = not any(files_in(folder, kind) for kind in KINDS)
+    is_bare = not any(files_in(folder, suffixes) for suffixes in KINDS)
     places = (
         folder,
         *(p for p in (folder / "train", folder / "data")[: 1 + is_bare] if p.is_dir()),
@@ -203,10 +208,11 @@ def _open_folder(path: Path, asked: Asked) -> Source:
     elif (folder / "dataset_dict.json").is_file():
         splits = _read_json(folder / "dataset_dict.json").get("splits", ["train"])
         places = (folder / "train",) if "train" in splits else ()
-    groups = [files for place in places for kind in KINDS if (files := _data_files(place, kind))]
-    others = sorted({*folder.iterdir()} - {*places})
-    aside = [p.name for p in others if p.is_dir() and any(files_in(p, kind) for kind in KINDS)]
-    if not groups and (keys := [p.name for p in others if p.is_dir() and "=" in p.name]):
+    groups = [_data_files(place, suffixes) for place in places for suffixes in KINDS]
+    groups = [files for files in groups if files]
+    subfolders = [p for p in sorted({*folder.iterdir()} - {*places}) if p.is_dir()]
+    aside = [p.name for p in subfolders if any(files_in(p, suffixes) for suffixes in KINDS)]
+    if not groups and (keys := [p.name for p in subfolders if "=" in p.name]):
         problem = f"a folder of partitions, {some_names(keys, 3)}, whose names are a column"
         remedy = f"pyarrow.dataset.dataset({str(path)!r}, partitioning='hive').to_table()"
         remedy = f"in Python: pyarrow.parquet.write_table({remedy}, 'mine.parquet')"
@@ -226,13 +232,13 @@ def _open_folder(path: Path, asked: Asked) -> Source:
     held = [file for file in groups[0] if _HELD.search(file.stem)]
     files = [file for file in groups[0] if file not in held] or groups[0]
     tables, notes = _split_tables(files)
-    parts = [
-        _open(table[0].parent, asked._replace(uri=folder.name, shards=table))
+    sources = [
+        _open(table[0].parent, request._replace(uri=folder.name, shards=table))
         if table[1:]
-        else _open(table[0], asked._replace(uri=table[0].name))
+        else _open(table[0], request._replace(uri=table[0].name))
         for table in tables
     ]
-    source = join_sources(parts, uri=folder.name)
+    source = join_sources(sources, uri=folder.name)
     source.warn(*notes)
     aside += [file.name for file in held if file not in files]
     source.warn(*[f"{some_names(aside)} left out: convert apart, or go.join_sources"] * bool(aside))
@@ -257,18 +263,16 @@ def _split_tables(files: Sequence[Path]) -> tuple[list[tuple[Path, ...]], list[s
     """
     if _listed_files(files[0].parent):
         return [(*files,)], []
-    named, tables, notes = (
-        dict[tuple[str, int], list[Path]](),
-        list[tuple[Path, ...]](),
-        list[str](),
-    )
+    shards_by_name = dict[tuple[str, int], list[Path]]()
+    tables, notes = list[tuple[Path, ...]](), list[str]()
     for file in files:
         shard = _SHARD.fullmatch(file.name)
-        named.setdefault((shard[1], int(shard[2])) if shard else (file.name, 1), []).append(file)
-    for (name, count), parts in named.items():
-        is_whole = len(parts) == count
-        tables += [(*parts,)] if is_whole else [(part,) for part in parts]
-        notes += [f"{len(parts)} of the {count} files of {name} are here"] * (not is_whole)
+        key = (shard[1], int(shard[2])) if shard else (file.name, 1)
+        shards_by_name.setdefault(key, []).append(file)
+    for (name, count), shards in shards_by_name.items():
+        is_whole = len(shards) == count
+        tables += [(*shards,)] if is_whole else [(file,) for file in shards]
+        notes += [f"{len(shards)} of the {count} files of {name} are here"] * (not is_whole)
     return tables, notes
 
 
@@ -284,18 +288,18 @@ def _read_json(path: Path) -> dict[str, Any]:
         return dict(json.loads(read_regular(path, most=MAX_LIST_BYTES)))
 
 
-def _open_hdf5(path: Path, asked: Asked) -> Source:
+def _open_hdf5(path: Path, request: Request) -> Source:
     """Open an HDF5 file by its layout; with a key, which may be empty, it is robomimic's."""
     with Hdf5File(path.absolute()) as file:
         is_exported = file.attribute("/", EXPORTED) is not None
-        if not is_exported and (groups := episode_groups(file, asked.names)):
-            return open_groups(file, groups, asked)
-        if asked.key is None:
-            return open_hdf5(file, asked)
+        if not is_exported and (groups := episode_groups(file, request.names)):
+            return open_groups(file, groups, request)
+        if request.key is None:
+            return open_hdf5(file, request)
     raise misfit("no group data/demo_0", path, "leave robomimic: out for another layout")
 
 
-Reader = Callable[[Path, Asked], Source]
+Reader = Callable[[Path, Request], Source]
 FILES: dict[str, Reader] = {".npz": open_npz, ".zip": open_zarr}  # any other is HDF5
 FILES |= dict.fromkeys((".parquet", *ARROW), open_parquet)
 # formats whose episodes a rule cuts
@@ -311,16 +315,16 @@ FOLDERS: tuple[tuple[Callable[[Path], Any], Reader], ...] = (  # the first that 
 )
 
 
-def _check_there(text: str, path: Path) -> None:
+def _check_exists(text: str, path: Path) -> None:
     if not text.strip():  # a variable of a shell that is not set, not "."
         raise _unknown(f"{text!r} names nothing")
     with suppress(OSError, ValueError):  # too long, or not a name at all
         if path.exists():
             return
-    known = dataset_of_file(path.name)
-    if not known and not any(path.suffix.lower() in kind for kind in KINDS):
+    d4rl = dataset_of_file(path.name)
+    if not d4rl and not any(path.suffix.lower() in suffixes for suffixes in KINDS):
         raise _unknown(f"{text if len(text) <= 100 else text[:100] + '...'!r} is not a source")
-    download = f", or give d4rl:{known}, which downloads it from D4RL's server" if known else ""
+    download = f", or give d4rl:{d4rl}, which downloads it from D4RL's server" if d4rl else ""
     raise InputError("SOURCE_READ", "no such file", text, f"check the path{download}")
 
 

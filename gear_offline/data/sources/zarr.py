@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from gear_offline.data.sources.base import READ_BYTES, Asked, Source
+from gear_offline.data.sources.base import READ_BYTES, Request, Source
 from gear_offline.data.sources.columns import can_be_column
 from gear_offline.data.sources.flat import single_values, table_source
 from gear_offline.data.sources.input_files import InputFile, by_number
@@ -29,13 +29,13 @@ SAFE = "store numbers in chunks of about 1 MiB"
 USUAL = {"actions": "action", "rewards": "reward", "observations": "state"}
 
 
-def open_zarr(path: Path, asked: Asked) -> Source:
+def open_zarr(path: Path, request: Request) -> Source:
     """Open a store of arrays of one row a step."""
     with package_needed("zarr stores are read by the zarr package", "zarr"):
         import zarr
     path = path.absolute()
-    places = sorted(path.rglob("*"), key=by_number) if path.is_dir() else [path]
-    files = tuple(InputFile.find(place) for place in places if not place.is_dir())
+    paths = sorted(path.rglob("*"), key=by_number) if path.is_dir() else [path]
+    files = tuple(InputFile.find(item) for item in paths if not item.is_dir())
     archive = None if path.is_dir() else zipfile.ZipFile(path)
     sizes = {str(file.path.relative_to(path)): file.identity[2] for file in files}
     if archive:
@@ -53,11 +53,11 @@ def open_zarr(path: Path, asked: Asked) -> Source:
         stored = {name: _rows(sizes, group, name) for name in filter(None, nodes)}
     arrays = {name.removeprefix("data/"): array for name, array in stored.items() if array}
     ends = next((name for name in arrays if name.split("/")[-1] == "episode_ends"), None)
-    rule = asked.rule or (ends and f"ends:{ends}")
-    usual = {new: old for new, old in USUAL.items() if old in arrays and new not in arrays}
-    how = asked._replace(names={**usual, **asked.names})
-    own = {n: v for n, v in group.attrs.items() if isinstance(v, int | float | str)}
-    short = {n: v for n, v in own.items() if len(str(v)) <= MAX_FACT_CHARS}
+    rule = request.rule or (ends and f"ends:{ends}")
+    usual = {n: name for n, name in USUAL.items() if name in arrays and n not in arrays}
+    how = request._replace(names={**usual, **request.names})
+    root_facts = {n: v for n, v in group.attrs.items() if isinstance(v, int | float | str)}
+    short = {n: v for n, v in root_facts.items() if len(str(v)) <= MAX_FACT_CHARS}
     single = ((n, arrays[n]) for n in single_values(arrays) if arrays[n].dtype.kind in "biu")
     numbers = short | {n: array.read().item() for n, array in single}
     facts: dict[str, Any] = {"where": path, "format": "zarr", "rule": rule}
@@ -65,8 +65,8 @@ def open_zarr(path: Path, asked: Asked) -> Source:
     source = table_source(arrays, how, files, lambda rows: rows, numbers, **facts)
     source.usual = usual
     empty = [f"{a.missing:,} of {n}" for n, a in arrays.items() if n in source.spec and a.missing]
-    what = f"chunks that are not stored read as the fill value: {', '.join(empty)}"
-    source.warn(*[what] * bool(empty))
+    finding = f"chunks that are not stored read as the fill value: {', '.join(empty)}"
+    source.warn(*[finding] * bool(empty))
     return source
 
 
@@ -89,15 +89,15 @@ def _rows(sizes: Mapping[str, int], group: Any, name: str) -> SimpleNamespace | 
     dtype, shape, rows, missing = np.dtype(array.dtype), array.shards or array.chunks, 1, 0
     if can_be_column(array.shape, dtype):
         size = prod(shape) * dtype.itemsize
-        grid, parts = (
+        grid, inner_grid = (
             [-(-n // c) for n, c in zip(array.shape, chunk, strict=True)]
             for chunk in (shape, array.chunks)
         )
-        rows, is_safe = max(READ_BYTES // size, 1) * shape[0], prod(parts) <= MAX_CHUNKS
+        rows, is_safe = max(READ_BYTES // size, 1) * shape[0], prod(inner_grid) <= MAX_CHUNKS
         most = 2 * size + 4096 + 32 * prod(shape) // prod(array.chunks)  # with an index of parts
         largest = 0
-        for place in np.ndindex(*grid) if is_safe else ():
-            stored = sizes.get(f"{array.path}/{array.metadata.encode_chunk_key(place)}")
+        for cell in np.ndindex(*grid) if is_safe else ():
+            stored = sizes.get(f"{array.path}/{array.metadata.encode_chunk_key(cell)}")
             missing += stored is None
             largest = max(largest, stored or 0)
         if not is_safe or largest > most or size * max(missing, 1) > MAX_BYTES:

@@ -109,23 +109,23 @@ def _import_reader(codec_id: str) -> None:
 
 def unpack(codec: Any, content: Any, most: int) -> Any:
     """Decode by a codec of the numcodecs package; raise `ValueError` beyond `most` bytes."""
-    kind, view = codec.codec_id, np.asarray(content).reshape(-1).view(np.uint8)
-    if kind in STREAMS:
+    codec_id, view = codec.codec_id, np.asarray(content).reshape(-1).view(np.uint8)
+    if codec_id in STREAMS:
         unpacked = _unpack_stream(codec, view.data, most + 1)
         size = len(unpacked)
     else:
-        size = int.from_bytes(view[SIZES[kind]], "little") if kind in SIZES else view.size
+        size = int.from_bytes(view[SIZES[codec_id]], "little") if codec_id in SIZES else view.size
         dtypes: list[Any] = [getattr(codec, name, None) for name in ("dtype", "astype")]
-        if kind == "packbits":
+        if codec_id == "packbits":
             size *= 8
-        elif kind in FILTERS and all(dtypes):
+        elif codec_id in FILTERS and all(dtypes):
             size = size // dtypes[1].itemsize * dtypes[0].itemsize
-        if kind == "blosc" and int.from_bytes(view[12:16], "little") != view.size:
+        if codec_id == "blosc" and int.from_bytes(view[12:16], "little") != view.size:
             raise ValueError("a chunk is cut short")  # blosc would read on behind its end
         unpacked = content
     if size > most:
         raise ValueError(f"a chunk unpacks to more than the {most:,} bytes that it may have")
-    return unpacked if kind in STREAMS else codec.decode(content)
+    return unpacked if codec_id in STREAMS else codec.decode(content)
 
 
 def _unpack_stream(codec: Any, content: memoryview, most: int) -> bytes:
