@@ -23,7 +23,7 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import InputError
 from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.training.seeding import deterministic
-from gear_offline.training.step import EagerStep
+from gear_offline.training.step import EagerStep, GraphStep
 from tests.model_support import float64, meta
 from tests.ranks_support import ranks_recipe
 from tests.support import make_dataset, one_error
@@ -62,15 +62,15 @@ def stopped(step: int, data: Path, folder: Path, *overrides: str) -> Path:
 @contextmanager
 def interrupted_in(step: int) -> Iterator[None]:
     """Send this process a signal in the middle of the optimiser step `step`."""
-    advance = EagerStep.run
-
-    def interrupted(self: EagerStep) -> Any:
-        if self.learner.step + 1 == step:
-            os.kill(os.getpid(), signal.SIGINT)
-        return advance(self)
-
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(EagerStep, "run", interrupted)
+        for kind in (EagerStep, GraphStep):
+
+            def interrupted(self: Any, run: Any = kind.run) -> Any:
+                if self.learner.step + 1 == step:
+                    os.kill(os.getpid(), signal.SIGINT)
+                return run(self)
+
+            patched.setattr(kind, "run", interrupted)
         yield
 
 
