@@ -89,24 +89,24 @@ class Appender:
         if len(content) > MAX_PIECE_BYTES:
             raise too_large(len(content), self._folder)
         # Names in the order of time are admitted in that order.
-        place = self._folder / f"{time.time_ns():020d}-{digest(content)}{SUFFIX}"
-        with writing(place):
+        path = self._folder / f"{time.time_ns():020d}-{digest(content)}{SUFFIX}"
+        with writing(path):
             self._folder.mkdir(exist_ok=True)
             # Durable before it has its name: a learner admits only what a power cut leaves.  The
             # name is not synced, which costs as much again and saves only the last seconds' pieces.
-            with new_part(place) as (part, file):
+            with new_part(path) as (temporary, file):
                 write_all(file.fileno(), content)
                 os.fsync(file.fileno())
-                part.rename(place)
-        return place
+                temporary.rename(path)
+        return path
 
     def _cast(self, episode: Mapping[str, Any]) -> dict[str, Any]:
         """Return the dataset's columns in its dtypes, and how the episode ended."""
-        wanted = {column.name: column for column in self._manifest.columns}
-        tops = {part for name in wanted for part in (name, name.split("/")[0])}
-        own = read_episode({n: v for n, v in episode.items() if n in tops}, "an episode")
-        kept = {name: rows for name, rows in own.items() if rows.ndim}
-        steps = len(next(iter(kept.values()), ()))
+        specs = {column.name: column for column in self._manifest.columns}
+        tops = {prefix for name in specs for prefix in (name, name.split("/")[0])}
+        arrays = read_episode({n: v for n, v in episode.items() if n in tops}, "an episode")
+        step_columns = {name: rows for name, rows in arrays.items() if rows.ndim}
+        steps = len(next(iter(step_columns.values()), ()))
         flags = end_flags(episode)
         if not flags:
             problem, remedy = "an episode does not say how it ended", "give terminated or truncated"
@@ -117,8 +117,8 @@ class Appender:
         ends = dict.fromkeys(TERMINAL_FLAGS if {*flags} & {*TERMINAL_FLAGS} else (), terminated)
         ends |= dict.fromkeys(TIME_FLAGS if limits else (), any(limits))
         is_last = np.arange(steps) == steps - 1  # a flag has any of these names
-        own = {name: is_last & ends[name] for name in wanted.keys() & ends.keys()} | kept
-        columns = {name: _rows(own, column) for name, column in wanted.items()}
+        arrays = {name: is_last & ends[name] for name in specs.keys() & ends.keys()} | step_columns
+        columns = {name: _rows(arrays, column) for name, column in specs.items()}
         return columns | {name: value for name, value in flags.items() if name not in columns}
 
 
@@ -151,13 +151,13 @@ def _encode(
     content = bytearray(header).ljust(len(header) + tensors[-1].stop)
     values: dict[str, Array] = {}
     for tensor in tensors:
-        place, count = len(header) + tensor.start, math.prod(tensor.shape)
-        values[tensor.name] = np.frombuffer(content, tensor.dtype, count, place)
+        offset, count = len(header) + tensor.start, math.prod(tensor.shape)
+        values[tensor.name] = np.frombuffer(content, tensor.dtype, count, offset)
     for column in columns:
         rows = values[column.name].view(column.dtype).reshape(-1, *column.shape)
         np.concatenate([e[column.name] for e in episodes], out=rows)
     returns = piece_returns(values.get("rewards"), index)
-    own = (index.lengths, returns, terminated, ~terminated)
-    for column, numbers in zip(EPISODE_COLUMNS, own, strict=True):
+    episode_values = (index.lengths, returns, terminated, ~terminated)
+    for column, numbers in zip(EPISODE_COLUMNS, episode_values, strict=True):
         values[column.name][:] = numbers
     return memoryview(content)

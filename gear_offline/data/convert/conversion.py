@@ -200,8 +200,8 @@ def convert(
             opened = edits.name_columns(source)
         else:
             opened = stack.enter_context(edits.open(source, rule))
-            if (named := edits.name_hidden(opened)) != edits:
-                edits, opened = named, stack.enter_context(named.open(source, rule))
+            if (renamed := edits.name_hidden(opened)) != edits:
+                edits, opened = renamed, stack.enter_context(renamed.open(source, rule))
         if opened.info.format != "gear":  # of which it was said when they were made
             opened.warn(*doubt_episodes(opened, is_shifted=shift is not None))
         shifted = edits.shift_rows(opened)
@@ -213,13 +213,13 @@ def convert(
             edited.warn(f"{lost}; --rename {name}=rewards takes a column")
         if path is not None:
             _check_required(edited, edits)
-        chosen = edits.chosen_episodes
-        has_last = chosen is None or bool(chosen[-1])
+        mask = edits.chosen_episodes
+        has_last = mask is None or bool(mask[-1])
         stored = _pick_columns(edited, edits.columns, discrete)
         refuse_encoded(edited, stored)
         edited.warn(*doubt_last_rows(shifted, has_last))
-        chosen_options = options_text(columns=columns, rule=rule, discrete=discrete)
-        info = edited.info = _describe(edited, edits, stored, chosen_options)
+        options = options_text(columns=columns, rule=rule, discrete=discrete)
+        info = edited.info = _describe(edited, edits, stored, options)
         replaceable = is_only_dataset if overwrite else lambda path: False
         folder = stack.enter_context(new_directory(target, replaceable=replaceable))
         plan = Plan(
@@ -231,23 +231,24 @@ def convert(
             folder=folder,
         )
         reopened = (path, rule, edits) if path is not None and is_parallel else None
-        written, files = _write(edited, plan, reopened, workers, ray, quiet=quiet)
+        shards, files = _write(edited, plan, reopened, workers, ray, quiet=quiet)
         if len({file.digest for file in files}) < len(files) and "parts" in info.attributes:
             edited.warn("files of the same content: episodes are there twice, which audit names")
         recorded = name_environment(info, environment, environment_options, scores)
-        manifest = make_manifest(edited, plan, written, files, recorded)
-        made, facts = with_shards(folder, manifest), dict(manifest.source.attributes)
+        manifest = make_manifest(edited, plan, shards, files, recorded)
+        dataset, facts = with_shards(folder, manifest), dict(manifest.source.attributes)
         if map is not None:
             facts |= compare_mapped(
-                shifted if chosen is None else pick_episodes(shifted, chosen), made
+                shifted if mask is None else pick_episodes(shifted, mask), dataset
             )
         # what was written is read faster than what it was made of
-        is_there = map is None and len(observation_pairs(made)) == len(observation_pairs(shifted))
-        if note := doubt_order(made if is_there else shifted):
+        pairs = observation_pairs(shifted)
+        is_same = map is None and len(observation_pairs(dataset)) == len(pairs)
+        if note := doubt_order(dataset if is_same else shifted):
             facts["warnings"] = [*texts(facts.get("warnings")), note]
         record = manifest.source.model_copy(update={"attributes": facts})
         manifest = manifest.replace_fields(source=record)
-        lines = [*summary(manifest), *doubt_actions(made)]
+        lines = [*summary(manifest), *doubt_actions(dataset)]
         write_file(folder / MANIFEST_NAME, manifest.encode())
     for line in lines:
         say(line, quiet=quiet)
@@ -273,13 +274,13 @@ def _write(
         progress = Progress(f"convert {info.uri}", total=total, unit="bytes", quiet=quiet)
         advance = stack.enter_context(progress).advance
         if reopened is not None and plan.shards > 1:
-            written = write_in_processes(*reopened, plan, workers, ray, advance)
+            shards = write_in_processes(*reopened, plan, workers, ray, advance)
         else:
-            written = write_shards(source, range(plan.shards), plan, advance)
+            shards = write_shards(source, range(plan.shards), plan, advance)
         files = [future.result() for future in digests]
     for file in info.files:
         file.open().close()  # refuses one that has changed
-    return written, files
+    return shards, files
 
 
 def _check_options(shard_bytes: int, block_bytes: int, workers: int, *, usable: bool) -> None:
@@ -300,8 +301,8 @@ def _check_required(source: Source, edits: Edits) -> None:
     groups = {name.split("/")[0] for name in (*kinds_of(source), *dict(edits.names).values())}
     lacking = [name for name in REQUIRED if name not in groups]
     if lacking and edits.columns is None and source.info.format != "gear":
-        made = "map made" if edits.function is not None else "there are"
-        problem = f"{made} no {' and no '.join(lacking)}"
+        subject = "map made" if edits.function is not None else "there are"
+        problem = f"{subject} no {' and no '.join(lacking)}"
         remedy = f"return them from map, or name others: --rename NAME={lacking[0]}, --columns"
         raise InputError("COLUMN", problem, source.info.uri, remedy)
 
@@ -309,7 +310,7 @@ def _check_required(source: Source, edits: Edits) -> None:
 def _describe(
     source: Source, edits: Edits, stored: Sequence[ColumnSpec], options: list[str]
 ) -> SourceInfo:
-    """Return what the manifest says of the source: its edits and options, without other columns."""
+    """Describe the source for the manifest: its edits and options, without other columns."""
     info = source.info
     if notes := edits.describe():
         info = info.with_facts(edits=[*texts(info.attributes.get("edits")), *notes])
@@ -318,10 +319,10 @@ def _describe(
     if edits.columns is None:
         return info
     names = dict(edits.names)
-    kept = {part for c in stored for part in (c.name, *split_names(names.get(c.name, c.name)))}
+    origins = {name for c in stored for name in (c.name, *split_names(names.get(c.name, c.name)))}
     pattern = re.compile(r"(?:.*: )?column (\S+): |.* is the column (\S+)$")
     matches = [(note, pattern.match(note)) for note in info.attributes.get("warnings", ())]
-    notes = [note for note, match in matches if not match or (match[1] or match[2]) in kept]
+    notes = [note for note, match in matches if not match or (match[1] or match[2]) in origins]
     return info.with_facts(warnings=notes, left_out={})
 
 
@@ -334,9 +335,9 @@ def _pick_columns(
         raise InputError("SOURCE_LAYOUT", "the source has no episodes", where=uri)
     # A name that no column has stands for those below it: observations for observations/camera.
     below = {n: [c.name for c in spec if c.name.startswith(f"{n}/")] for n in names or ()}
-    kept = [[spec[n].name] if n in spec or not parts else parts for n, parts in below.items()]
-    wanted = {REWARDS, *chain(*kept)}
-    picked = tuple(c for c in spec if names is None or c.name in wanted)
+    groups = [[spec[n].name] if n in spec or not group else group for n, group in below.items()]
+    stored = {REWARDS, *chain(*groups)}
+    picked = tuple(c for c in spec if names is None or c.name in stored)
     for column in picked:
         if column.name.casefold() in RESERVED_NAMES:
             problem = f"the name {column.name!r} is reserved for the shards' own tensors"
@@ -355,6 +356,3 @@ def _pick_columns(
     table = TableSpec(columns=picked, steps=1, episodes=1)
     floats = [name for name in discrete if table[name].dtype.kind == "f"]
     return tuple(replace(c, dtype=np.dtype("i4")) if c.name in floats else c for c in picked)
-
-
-# the manifest --------------------------------------------------------------------------------

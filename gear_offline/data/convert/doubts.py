@@ -27,8 +27,8 @@ def doubt_episodes(source: Source, *, is_shifted: bool) -> Iterator[str]:
     """Yield doubts about where a source's episodes end, and about the columns of its rows."""
     info, lengths = source.info, source.episodes.lengths
     odd = odd_episodes(lengths, source.terminated, info.rule, info.attributes, kinds_of(source))
-    for episodes, what, remedy in odd:
-        yield f"{count_text(episodes.size, 'episode')} {what}: is this what you meant? {remedy}"
+    for episodes, oddity, remedy in odd:
+        yield f"{count_text(episodes.size, 'episode')} {oddity}: is this what you meant? {remedy}"
     if not is_shifted:
         yield from late_rows(kinds_of(source))
 
@@ -45,8 +45,8 @@ def doubt_last_rows(source: Source, has_last: bool) -> Iterator[str]:
         and ends[-1] - ends[-2] > 1
         and not any(rows.any() for rows in last)
     ):
-        what = "the last rows are all zeros, as of a buffer that was not full"
-        yield f"{what}; --where 'episode < {ends.size - 1}' leaves the last episode out"
+        doubt = "the last rows are all zeros, as of a buffer that was not full"
+        yield f"{doubt}; --where 'episode < {ends.size - 1}' leaves the last episode out"
 
 
 def refuse_encoded(source: Source, columns: Sequence[ColumnSpec]) -> None:
@@ -58,16 +58,16 @@ def refuse_encoded(source: Source, columns: Sequence[ColumnSpec]) -> None:
             raise InputError("COLUMN", problem, source.info.uri, "decode them in a --map function")
 
 
-def doubt_actions(made: Dataset) -> list[str]:
+def doubt_actions(dataset: Dataset) -> list[str]:
     """Return a note if actions look like numbers of choices that are stored as floats."""
-    statistics, steps = made.manifest.statistics.get("actions"), made.spec.steps
+    statistics, steps = dataset.manifest.statistics.get("actions"), dataset.spec.steps
     if statistics is None or statistics.mean.size != 1:
         return []
     low, high = statistics.min.item(), statistics.max.item()
-    if not (made.spec["actions"].dtype.kind == "f" and 0 <= low <= high < MOST_CHOICES):
+    if not (dataset.spec["actions"].dtype.kind == "f" and 0 <= low <= high < MOST_CHOICES):
         return []
     bounds = ((start, min(start + BLOCK_STEPS, steps)) for start in range(0, steps, BLOCK_STEPS))
-    blocks = (made.read("actions", *bound) for bound in bounds)
+    blocks = (dataset.read("actions", *bound) for bound in bounds)
     if not all((rows == np.rint(rows)).all() for rows in blocks):
         return []
     note = f"note: actions look like whole numbers from 0 to {high:.0f}"
@@ -76,36 +76,32 @@ def doubt_actions(made: Dataset) -> list[str]:
 
 def doubt_order(data: Source | Dataset) -> str:
     """Return a doubt about rows whose next observations the next row of their episode has not."""
-    pairs, steps, ends, jumps = (
-        observation_pairs(data),
-        data.spec.steps,
-        data.episodes.offsets[1:],
-        0,
-    )
+    pairs, steps, ends = observation_pairs(data), data.spec.steps, data.episodes.offsets[1:]
+    jumps = 0
     width = sum(data.spec[name].step_bytes for _, name in pairs)
     rows = max(1, COMPARED_BYTES // max(width, 1))
     for start in range(0, steps - 1, rows) if pairs else ():
         stop = min(start + rows, steps - 1)
         is_far = np.zeros(stop - start, np.bool_)
         for after, now in pairs:
-            left = data.read(after, start, stop).reshape(stop - start, -1)
-            right = data.read(now, start + 1, stop + 1).reshape(stop - start, -1)
-            differ = np.flatnonzero((left != right).any(1))
-            near = np.isclose(left[differ], right[differ], 1e-3, 1e-3, equal_nan=True)
+            expected = data.read(after, start, stop).reshape(stop - start, -1)
+            observed = data.read(now, start + 1, stop + 1).reshape(stop - start, -1)
+            differ = np.flatnonzero((expected != observed).any(1))
+            near = np.isclose(expected[differ], observed[differ], 1e-3, 1e-3, equal_nan=True)
             is_far[differ] |= ~near.all(1)
         first, last = np.searchsorted(ends, (start + 1, stop + 1))
         is_far[ends[first:last] - start - 1] = False
         jumps += int(is_far.sum())
     if not jumps:
         return ""
-    what = f"at {jumps:,} of {count_text(steps, 'step')} {NEXT} are not those of the next row"
+    doubt = f"at {jumps:,} of {count_text(steps, 'step')} {NEXT} are not those of the next row"
     if 2 * jumps > steps and (lag := _turn_length(data, pairs)):
-        return f"{what}, but {lag} on, as of {lag} environments in turn: --ends by:{lag}"
-    return f"{what}: ends are missing (--ends KIND:COLUMN), or rows are out of order"
+        return f"{doubt}, but {lag} on, as of {lag} environments in turn: --ends by:{lag}"
+    return f"{doubt}: ends are missing (--ends KIND:COLUMN), or rows are out of order"
 
 
 def _turn_length(data: Source | Dataset, pairs: list[tuple[str, str]]) -> int:
-    """Return how many rows on next observations are found in the first rows; 0: nowhere."""
+    """Return the distance in rows between an observation and the next one; 0: unknown."""
     width = sum(data.spec[name].step_bytes for _, name in pairs)
     rows = min(data.spec.steps, 3 + COMPARED_BYTES // max(width, 1))
     after, now = (
@@ -125,6 +121,6 @@ def _turn_length(data: Source | Dataset, pairs: list[tuple[str, str]]) -> int:
 def observation_pairs(data: Source | Dataset) -> list[tuple[str, str]]:
     """Return observations and their next ones: of vectors, if there are any."""
     kinds = kinds_of(data)
-    named = [(f"next_{name}", name) for name in kinds if name.split("/")[0] == REQUIRED[0]]
-    pairs = [pair for pair in named if kinds.get(pair[0]) == kinds[pair[1]]]
+    candidates = [(f"next_{name}", name) for name in kinds if name.split("/")[0] == REQUIRED[0]]
+    pairs = [pair for pair in candidates if kinds.get(pair[0]) == kinds[pair[1]]]
     return [pair for pair in pairs if len(kinds[pair[1]][1]) < 2] or pairs

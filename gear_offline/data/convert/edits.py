@@ -31,7 +31,7 @@ from gear_offline.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class Edits:
-    """What is changed of a source, in this order; a worker gets the same.
+    """The changes of a source, in this order; a worker makes the same.
 
     Attributes
     ----------
@@ -96,16 +96,16 @@ class Edits:
     def open(self, path: str | os.PathLike[str], rule: str | None) -> Source:
         """Open a source under these names."""
         columns = self.columns
+        groups = {*REQUIRED} if columns is None else {name.split("/")[0] for name in columns}
         # other columns may be named, or made, in place of observations
-        others = columns is not None and REQUIRED[0] not in {n.split("/")[0] for n in columns}
-        partial = self.function is not None or others
+        partial = self.function is not None or REQUIRED[0] not in groups
         return open_source(path, rule=rule, names=dict(self.names), partial=partial)
 
     def name_hidden(self, source: Source) -> Edits:
         """Name the chosen columns that a source leaves out, or takes apart, unless asked for."""
-        facts, there = source.info.attributes, {column.name for column in source.spec}
-        parts = [split_names(of) for of in facts.get("columns_from", {}).values()]
-        hidden = {*facts.get("left_out", ()), *chain(*parts)} - there
+        facts, stored = source.info.attributes, {column.name for column in source.spec}
+        origins = [split_names(of) for of in facts.get("columns_from", {}).values()]
+        hidden = {*facts.get("left_out", ()), *chain(*origins)} - stored
         names = ((name, name) for name in sorted(hidden.intersection(self.columns or ())))
         return replace(self, names=(*self.names, *names))
 
@@ -124,10 +124,10 @@ class Edits:
         most = max(dict(self.shift).values(), default=0)
         numbers = np.flatnonzero(source.episodes.lengths > most)
         mapped = replace(self, where=None).edit_episodes(shifted)
-        chosen = keep_episodes(self.where, mapped, numbers)
+        mask = keep_episodes(self.where, mapped, numbers)
         if notes := texts(mapped.info.attributes.get("warnings")):
             shifted.warn(*notes)
-        return replace(self, chosen=chosen.tobytes())
+        return replace(self, chosen=mask.tobytes())
 
     def edit_episodes(self, shifted: Source) -> Source:
         """Return the chosen of `shifted` episodes, as the function changes them."""
@@ -141,12 +141,12 @@ class Edits:
 
     def describe(self) -> list[str]:
         """Return a line of each edit, as the manifest records them."""
-        notes = [f"rename {old} to {new}" for old, new in self.rename]
+        notes = [f"rename {before} to {after}" for before, after in self.rename]
         notes += [f"shift {name} by {by}" for name, by in self.shift if by]
         if self.function is not None:
             notes.append(f"map {find_function(self.function)[1]}")
-        if self.where is not None and (chosen := self.chosen_episodes) is not None:
-            counts = f"{chosen.sum():,} of {count_text(chosen.size, 'episode')}"
+        if self.where is not None and (mask := self.chosen_episodes) is not None:
+            counts = f"{mask.sum():,} of {count_text(mask.size, 'episode')}"
             notes.append(f"where {' '.join(self.where.split())}: {counts}")
         return notes
 

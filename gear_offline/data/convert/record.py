@@ -41,14 +41,14 @@ MAX_FACT_CHARS = 4096  # of each attribute of a source in the manifest
 def make_manifest(
     source: Source,
     plan: Plan,
-    written: Sequence[Written],
+    shards: Sequence[Written],
     files: list[SourceFile],
     environment: RecordedEnvironment,
 ) -> Manifest:
     """Return the manifest of shards that were written."""
-    info, moments = source.info, written[0].moments
-    for part in written[1:]:
-        for name, more in part.moments.items():
+    info, moments = source.info, shards[0].moments
+    for shard in shards[1:]:
+        for name, more in shard.moments.items():
             moments[name].merge(more)
     terminated, truncated = int(source.terminated.sum()), int(source.truncated.sum())
     return Manifest(
@@ -57,7 +57,7 @@ def make_manifest(
         block_bytes=plan.block_bytes,
         columns=list(plan.columns),
         statistics={c.name: moments[c.name].result() for c in plan.columns},
-        returns=distribution(np.concatenate([part.returns for part in written])),
+        returns=distribution(np.concatenate([shard.returns for shard in shards])),
         lengths=distribution(source.episodes.lengths, integers=True),
         endings=Endings(terminated=terminated, truncated=truncated),
         environment=environment,
@@ -69,7 +69,7 @@ def make_manifest(
             digest=digest("".join(file.digest for file in files).encode()) if files else None,
             attributes={str(k): _shorten_fact(value) for k, value in info.attributes.items()},
         ),
-        shards=[part.record for part in written],
+        shards=[shard.record for shard in shards],
     )
 
 
@@ -82,41 +82,41 @@ def name_environment(
     """Return the environment that the caller names, or the source; with its reference scores."""
     for name in (info.reference_name, environment, info.environment_id):
         scores = scores or info.scores or (find_scores(name) if name else None)
-    known = info.environment_id if environment else None
-    how = info.environment_options if known is None or is_same(environment, known) else {}
+    source_id = info.environment_id if environment else None
+    how = info.environment_options if source_id is None or is_same(environment, source_id) else {}
     if options is not None:
         how = typed_options(options)
     name = environment or info.environment_id
     return RecordedEnvironment(id=name, options=dict(how), reference_scores=scores)
 
 
-def compare_mapped(before: Source, made: Dataset) -> dict[str, Any]:
+def compare_mapped(before: Source, dataset: Dataset) -> dict[str, Any]:
     """Name the columns of an environment that `map` changed, and the edits of rewards."""
 
-    def same(name: str) -> bool:
-        rows, steps = before.preferred_rows(name), made.spec.steps
+    def is_equal(name: str) -> bool:
+        rows, steps = before.preferred_rows(name), dataset.spec.steps
         blocks = ((start, min(start + rows, steps)) for start in range(0, steps, rows))
-        return all(np.array_equal(before.read(name, *b), made.read(name, *b)) for b in blocks)
+        return all(np.array_equal(before.read(name, *b), dataset.read(name, *b)) for b in blocks)
 
-    kept = [c.name for c in made.spec if c.name in before.spec and before.spec[c.name] == c]
-    mapped = {n for n in REQUIRED if n in made.spec and not (n in kept and same(n))}
+    shared = [c.name for c in dataset.spec if c.name in before.spec and before.spec[c.name] == c]
+    mapped = {n for n in REQUIRED if n in dataset.spec and not (n in shared and is_equal(n))}
     mapped |= {*texts(before.info.attributes.get("mapped"))}
-    rewards = {"reward_edits": _reward_edits(before, made)} if REWARDS in made.spec else {}
+    rewards = {"reward_edits": _reward_edits(before, dataset)} if REWARDS in dataset.spec else {}
     return {"mapped": sorted(mapped), **rewards}
 
 
-def _reward_edits(before: Source, made: Dataset) -> list[Any]:
+def _reward_edits(before: Source, dataset: Dataset) -> list[Any]:
     """Return the edits of rewards, with that of a function; null where no step tells it."""
     edits = list(before.info.attributes.get("reward_edits", ()))
     if REWARDS not in before.spec or before.spec[REWARDS].dtype.kind == "c":
         return [*edits, None]
-    ends = made.episodes.offsets[1:] - 1  # after which nothing is asked
+    ends = dataset.episodes.offsets[1:] - 1  # after which nothing is asked
 
     def blocks() -> Iterator[tuple[Array, Array]]:
-        for start in range(0, made.spec.steps, BLOCK_STEPS):
-            stop = min(start + BLOCK_STEPS, made.spec.steps)
+        for start in range(0, dataset.spec.steps, BLOCK_STEPS):
+            stop = min(start + BLOCK_STEPS, dataset.spec.steps)
             inside = ~np.isin(np.arange(start, stop), ends)
-            rows, edited = (data.read(REWARDS, start, stop) for data in (before, made))
+            rows, edited = (data.read(REWARDS, start, stop) for data in (before, dataset))
             yield rows.reshape(-1)[inside].astype("f8"), edited.reshape(-1)[inside].astype("f8")
 
     edit = find_edit(blocks())
@@ -141,27 +141,27 @@ def find_changes(source: str, dataset: Dataset) -> Iterator[str]:
 
     A file is digested only if it has its size and was written to after the dataset was.
     """
-    place, written = find_local_path(source), (dataset.path / MANIFEST_NAME).stat()
+    path, manifest = find_local_path(source), (dataset.path / MANIFEST_NAME).stat()
     recorded = dataset.manifest.source.files
-    if place is None or not recorded:
+    if path is None or not recorded:
         return
     sizes = {(file.name, file.bytes) for file in recorded}
     names = {name for name, _ in sizes}
     kinds = {Path(name).suffix for name in names}
-    files = [place] if place.is_file() else sorted(place.rglob("*"))
-    there = {(file.name, file.stat().st_size) for file in files}  # of one name may be several
-    for name in sorted(names - {file.name for file in files}) if place.is_dir() else ():
+    files = [path] if path.is_file() else sorted(path.rglob("*"))
+    sizes_here = {(file.name, file.stat().st_size) for file in files}  # of one name may be several
+    for name in sorted(names - {file.name for file in files}) if path.is_dir() else ():
         yield f"{name} is gone"
     for file in files:
         status = file.stat()
-        is_newer = max(status.st_mtime_ns, status.st_ctime_ns) >= written.st_mtime_ns
+        is_newer = max(status.st_mtime_ns, status.st_ctime_ns) >= manifest.st_mtime_ns
         if not file.is_file() or file.suffix not in kinds:
             continue
         if file.name not in names:
             if is_newer:
                 yield f"{file.name} is new"
         elif (file.name, status.st_size) not in sizes:
-            if any(name == file.name for name, _ in sizes - there):
+            if any(name == file.name for name, _ in sizes - sizes_here):
                 yield f"{file.name} has {status.st_size:,} bytes now"
         elif is_newer and (now := digest_file(InputFile.find(file), Event())) not in recorded:
             yield f"{file.name} has another content now (xxh3-128:{now.digest})"
@@ -177,11 +177,11 @@ def _shorten_fact(value: Any) -> Any:
         return str(plain)[:MAX_FACT_CHARS]
     entries = list(plain.items()) if isinstance(plain, dict) else plain
     ends = np.cumsum([len(json.dumps(entry)) + 2 for entry in entries])
-    kept = entries[: int(np.searchsorted(ends, MAX_FACT_CHARS - 40))]
-    more = len(entries) - len(kept)
+    head = entries[: int(np.searchsorted(ends, MAX_FACT_CHARS - 40))]
+    more = len(entries) - len(head)
     if isinstance(plain, dict):
-        return dict([*kept, ("and more", more)])
-    return [*kept, f"and {more} more"]
+        return dict([*head, ("and more", more)])
+    return [*head, f"and {more} more"]
 
 
 def _encode_fact(value: Any) -> Any:

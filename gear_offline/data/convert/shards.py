@@ -89,7 +89,7 @@ def write_shards(
     While a piece is counted and stored, the next one is read.  While a shard is made durable, the
     next one is written.  Two pieces are in memory, whatever the size of source or shard.
     """
-    written, durable = list[Written](), list[Future[None]]()
+    results, durable = list[Written](), list[Future[None]]()
     with ThreadPoolExecutor(max_workers=1) as syncing:
         for number in shards:
             path = plan.folder / shard_name(number)
@@ -104,10 +104,10 @@ def write_shards(
                     under_way = [pool.submit(*job) for job in jobs]
                     advance((stop - start) * column.step_bytes)
                 _wait([*under_way, *durable[-1:]])
-                written.append(shard.finish())
+                results.append(shard.finish())
             durable.append(syncing.submit(_sync, path))
         _wait(durable)
-    return written
+    return results
 
 
 def _sync(path: Path) -> None:
@@ -163,23 +163,23 @@ class Shard:
 
     def append(self, name: str, rows: Array) -> None:
         """Write the next `rows` of tensor `name`, C-contiguous and in stored form."""
-        data, place = byte_view(rows), self._places[name]
-        self._write(data, place)
+        data, offset = byte_view(rows), self._places[name]
+        self._write(data, offset)
         if hasattr(os, "posix_fadvise"):
             # Linux starts writing these pages to the disk now, so that fsync finds little to do.
-            os.posix_fadvise(self._file.fileno(), place, len(data), os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._file.fileno(), offset, len(data), os.POSIX_FADV_DONTNEED)
         self._digests[name].update(data)
         self._places[name] += len(data)
 
-    def _write(self, data: memoryview, place: int) -> None:
+    def _write(self, data: memoryview, offset: int) -> None:
         while len(data):
-            count = os.pwrite(self._file.fileno(), data, place)
-            data, place = data[count:], place + count
+            count = os.pwrite(self._file.fileno(), data, offset)
+            data, offset = data[count:], offset + count
 
     def finish(self) -> Written:
         """Write the per-episode tensors and the header."""
-        parts = (self._lengths, self._returns, *self._flags)
-        for column, values in zip(EPISODE_COLUMNS, parts, strict=True):
+        episode_values = (self._lengths, self._returns, *self._flags)
+        for column, values in zip(EPISODE_COLUMNS, episode_values, strict=True):
             self.append(column.name, np.ascontiguousarray(values))
         self._write(memoryview(self._header), 0)
         record = ShardRecord(

@@ -532,7 +532,7 @@ def _stream(
             blocks.finish()
         for block in range(checked, len(blocks.done)):
             if blocks.done[block] != digests[block * DIGEST_CHARS : (block + 1) * DIGEST_CHARS]:
-                what = "data do not match their digest"
-                raise damage_error(what, f"{where}, tensor {tensor.name}, block {block}")
+                problem = "data do not match their digest"
+                raise damage_error(problem, f"{where}, tensor {tensor.name}, block {block}")
         checked = len(blocks.done)
         yield len(data) // row_bytes

@@ -175,8 +175,8 @@ class GrowingDataset(Closing):
             self._say(step, f"{count_text(count, 'episode')} admitted, mean return {mean:,.1f}")
         return self.dataset
 
-    def _say(self, step: int, what: str) -> None:
-        say(f"step {step:,}: {what}", quiet=self._quiet)
+    def _say(self, step: int, message: str) -> None:
+        say(f"step {step:,}: {message}", quiet=self._quiet)
 
     def _look(self, step: int, may_admit: Callable[[int, int], bool]) -> bool:
         """Admit pieces that are there; return whether there is room on the disk."""

@@ -47,8 +47,8 @@ def inspect(
     dataset = open_dataset(path, verify=False)
     if verify:
         total = dataset.manifest.total_bytes
-        what = f"verify {Path(path).name}"
-        with Progress(what, total=total, unit="bytes", quiet=quiet) as progress:
+        title = f"verify {Path(path).name}"
+        with Progress(title, total=total, unit="bytes", quiet=quiet) as progress:
             dataset = dataset.verify(on_progress=progress.advance)
     manifest = dataset.manifest.replace_fields(statistics=dict(dataset.statistics))
     document = manifest.document()
@@ -105,7 +105,7 @@ def summary(manifest: Manifest) -> list[str]:
 
 def _facts(document: Mapping[str, Any], full: bool) -> dict[str, str]:
     source, environment = document["source"], document["environment"]
-    counts = ", ".join(count_text(document[f"{what}s"], what) for what in ("episode", "step"))
+    counts = ", ".join(count_text(document[f"{noun}s"], noun) for noun in ("episode", "step"))
     shards = count_text(len(document["shards"]), "shard")
     blocks = count_text(document["digests"]["blocks"], "block")
     checked = f"manifest, headers and episodes match; {blocks} unread"
@@ -177,14 +177,14 @@ def _endings(document: Mapping[str, Any]) -> dict[str, str]:
     rows = {"endings": ", ".join(shares)}
     if all(column["name"] != "rewards" for column in document["columns"]):
         rows["returns"] = "none: there are no rewards"
-    for what in ("return", "length") if "returns" not in rows else ("length",):
-        spread = document[f"{what}s"]
+    for noun in ("return", "length") if "returns" not in rows else ("length",):
+        spread = document[f"{noun}s"]
         facts = [f"{name} {number_text(spread[name])}" for name in ("mean", "std", "min", "max")]
         counts = spread["histogram"]["counts"]
         most = max(counts, default=0) or 1
         bars = "".join(_HEIGHTS[-(-count * (len(_HEIGHTS) - 1) // most)] for count in counts)
-        rows[f"{what}s"] = f"{', '.join(facts)}  {bars}"
+        rows[f"{noun}s"] = f"{', '.join(facts)}  {bars}"
         if left_out := spread.get("left_out", 0):
             count = count_text(left_out, "episode")
-            rows[""] = f"left out: {count} with a {what} that is NaN or infinite"
+            rows[""] = f"left out: {count} with a {noun} that is NaN or infinite"
     return rows
