@@ -273,6 +273,12 @@ def written(episode: Columns) -> Columns:
         ({"rename": {"level": "a", "actions": "a"}}, "USAGE", "gives a name twice"),
         ({"columns": ["a=level"], "rename": {"actions": "a"}}, "USAGE", "gives a name twice"),
         ({"columns": ["a=level", "a"]}, "USAGE", "gives a name twice"),
+        ({"columns": ["actions", "actions"]}, "USAGE", "gives a name twice"),
+        ({"columns": ["level", "a"], "rename": {"level": "a"}}, "USAGE", "gives a name twice"),
+        ({"columns": ["actions", ""]}, "USAGE", "gives a name twice, or none"),
+        ({"shift": {"actoins": 1}}, "USAGE", "shift actoins=1 names no column"),
+        ({"shift": {"actions": 10_000}}, "USAGE", "no whole number of rows from 0 to 1,000"),
+        ({"shift": {"actions": 0.5}}, "USAGE", "no whole number of rows from 0 to 1,000"),
     ],
 )
 def test_edits_that_cannot_be_made_are_one_error(
@@ -283,6 +289,48 @@ def test_edits_that_cannot_be_made_are_one_error(
     error = caught.value
     assert error.code == code and said in f"{error.problem} ({error.where})" and error.remedy
     assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "stored", "warnings"),
+    [
+        (
+            "--rename=actions=rewards",
+            {"rewards": "actions", "observations": "observations", "terminals": "terminals"},
+            [
+                "the stored column rewards is left out: another one gets its name",
+                "no actions with these --columns or --rename: training needs them",
+            ],
+        ),
+        (
+            "--columns=o=observations,terminals",
+            {"o": "observations", "rewards": "rewards", "terminals": "terminals"},
+            [
+                "no observations and no actions with these --columns or --rename: training needs "
+                "them, or others by loader.observations"
+            ],
+        ),
+        (
+            "--rename=actions=rewards,rewards=actions",  # each is there under the other's name
+            {"rewards": "actions", "actions": "rewards", "observations": "observations"},
+            [],
+        ),
+    ],
+)
+def test_columns_that_names_take_away_are_told(
+    tmp_path: Path, option: str, stored: dict[str, str], warnings: list[str]
+) -> None:
+    columns = hopper_columns(12, seed=3, action_dim=1) | {"terminals": np.arange(12) % 4 == 3}
+    file = tmp_path / "x.npz"
+    np.savez(file, **columns)
+    assert main(["convert", str(file), str(tmp_path / "d"), option]) == 0
+    made = open_dataset(tmp_path / "d")
+    told = made.manifest.source.attributes["warnings"]
+    assert [line for line in told if "left out:" in line or "--rename:" in line] == warnings
+    with np.load(file) as arrays:
+        for name, origin in stored.items():
+            rows = arrays[origin].reshape(made.column(name).shape)
+            np.testing.assert_array_equal(made.column(name), rows)
 
 
 def test_a_function_makes_the_columns_that_a_file_lacks(tmp_path: Path) -> None:

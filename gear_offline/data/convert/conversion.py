@@ -217,7 +217,7 @@ def convert(
         has_last = mask is None or bool(mask[-1])
         stored = _pick_columns(edited, edits.columns, discrete)
         refuse_encoded(edited, stored)
-        edited.warn(*doubt_last_rows(shifted, has_last))
+        edited.warn(*_lost_columns(edited, edits, stored), *doubt_last_rows(shifted, has_last))
         options = options_text(columns=columns, rule=rule, discrete=discrete)
         info = edited.info = _describe(edited, edits, stored, options)
         replaceable = is_only_dataset if overwrite else lambda path: False
@@ -305,6 +305,19 @@ def _check_required(source: Source, edits: Edits) -> None:
         problem = f"{subject} no {' and no '.join(lacking)}"
         remedy = f"return them from map, or name others: --rename NAME={lacking[0]}, --columns"
         raise InputError("COLUMN", problem, source.info.uri, remedy)
+
+
+def _lost_columns(source: Source, edits: Edits, stored: Sequence[ColumnSpec]) -> list[str]:
+    """Return a warning of observations or actions that the user's names leave out."""
+    origins = chain(*map(split_names, dict(edits.names).values()))
+    before, after = (
+        {name.split("/")[0] for name in names}
+        for names in ((*kinds_of(source), *origins), (column.name for column in stored))
+    )
+    lost = [name for name in REQUIRED if name in before - after]
+    note = f"no {' and no '.join(lost)} with these --columns or --rename: training needs them"
+    note += ", or others by loader.observations" * (REQUIRED[0] in lost)
+    return [note] * bool(lost)
 
 
 def _describe(

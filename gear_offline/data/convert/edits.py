@@ -70,22 +70,18 @@ class Edits:
     ) -> Edits:
         """Read the options of `convert`."""
         columns = columns.split(",") if isinstance(columns, str) else columns
-        parted = [name.partition("=") for name in columns or ()]
-        pairs = [(new, old) for old, new in rename.items()]
-        pairs += [(new, old) for new, equals, old in parted if equals]
-        names = {new.strip(): old.strip() for new, old in pairs}
-        renamed = {new.strip() for new, equals, _ in parted if equals}
-        pairs += [
-            (name, name) for name, equals, _ in parted if not equals and name.strip() in renamed
-        ]
-        parts = [part.strip() for text in (*names, *names.values()) for part in text.split("+")]
-        if (columns is not None and not columns) or len(names) < len(pairs) or not all(parts):
+        words = [tuple(map(str.strip, name.partition("="))) for name in columns or ()]
+        pairs = [(name.strip(), origin.strip()) for origin, name in rename.items()]
+        pairs += [(name, origin) for name, equals, origin in words if equals]
+        names = dict(pairs)
+        chosen = [name if name in names else rename.get(name, name) for name, _, _ in words]
+        terms = [n for text in (*chosen, *names, *names.values()) for n in split_names(text)]
+        is_twice = len(names) < len(pairs) or len({*chosen}) < len(chosen)
+        if is_twice or not all(terms) or (columns is not None and not columns):
             problem = f"{', '.join(columns or map('='.join, pairs))} gives a name twice, or none"
             raise InputError("USAGE", problem, remedy="write it like observations=obs,actions=act")
-        kept = [name.strip() for name, _, _ in parted]
-        kept = [name if name in names else rename.get(name, name) for name in kept]
         return cls(
-            columns=None if columns is None else tuple(kept),
+            columns=None if columns is None else tuple(chosen),
             names=tuple(names.items()),
             rename=tuple(rename.items()),
             shift=tuple(shift.items()),

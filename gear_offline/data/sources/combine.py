@@ -244,8 +244,8 @@ def _check_open(source: object) -> None:
 def with_columns(source: Source, names: Mapping[str, str] | None) -> Source:
     """Return `source` with columns under other names, or several side by side: ``{"x": "a + b"}``.
 
-    A name of a group stands for all columns below it.  A column that has a name is hidden by one
-    that gets it.  What is usual is made too, where nothing else is asked for.
+    A name of a group stands for all columns below it.  A column is hidden by one that gets its
+    name, which a warning says.  What is usual is made too, where nothing else is asked for.
     """
     usual = source.usual
     names = {name: usual.get(text, text) for name, text in (names or {}).items()}
@@ -286,6 +286,9 @@ def with_columns(source: Source, names: Mapping[str, str] | None) -> Source:
     made_of = {name: " + ".join(split_names(text)) for name, text in names.items()}
     made_of = {**facts.get("columns_from", {}), **made_of}
     notes = [n for n in facts.get("warnings", ()) if n.split(" is the column ")[-1] not in moved]
+    used = {column.name for columns in origins.values() for column in columns}
+    hidden = [column.name for column in source.spec if column.name not in used]
+    notes += [f"the stored column {n} is left out: another one gets its name" for n in hidden]
     return source.derive(
         [Piece(read=read, steps=source.spec.steps)],
         kinds,
