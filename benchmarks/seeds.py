@@ -146,7 +146,7 @@ def plot(rows: list[dict[str, Any]]) -> Figure:
             shares = [study["right"] for study in row["studies"].values()]
             right.plot(list(row["studies"]), shares, marker="o", markersize=4, **look)
     left.axvline(0, color=plots.GREY, linewidth=0.8)
-    left.set_yticks(range(len(rows)), [plots.shown(row["setting"], 24) for row in rows])
+    left.set_yticks(range(len(rows)), [plots.fit_text(row["setting"], 24) for row in rows])
     left.invert_yaxis()
     plots.dress(left, x="difference of returns, 95 %")
     left.grid(visible=False)

@@ -33,7 +33,7 @@ from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.sections import GoalSettings, Mode, Placement, Road, Sharding
 from gear_offline.core.files import Closing
-from gear_offline.core.text import plain
+from gear_offline.core.text import to_plain
 from gear_offline.core.torch_state import torch_defaults
 from gear_offline.core.types import Int64Array
 from gear_offline.data.dataset.dataset import Dataset, open_dataset
@@ -479,8 +479,8 @@ class GearLoader(Closing, Iterator[Batch]):
             updates["selection_updates"] = self.loss_sampler.updates
         return updates | {
             "seed": self.seed,
-            "selection": {"name": self.selection.name, "options": plain(self.selection.options)},
-            **{name: plain(getattr(self._options, name)) for name in IDENTITY},
+            "selection": {"name": self.selection.name, "options": to_plain(self.selection.options)},
+            **{name: to_plain(getattr(self._options, name)) for name in IDENTITY},
             "goals": self._options.goals and self._options.goals.model_dump(),
             "dataset": data_digest(self.dataset),
         }
@@ -527,7 +527,7 @@ def _check_state(state: Mapping[str, Any], identity: Mapping[str, Any]) -> int:
     differ = [
         f"{key} is {value!r} here and {state.get(key)!r} in the state"
         for key, value in identity.items()
-        if plain(state.get(key)) != value
+        if to_plain(state.get(key)) != value
     ]
     if differ:
         problem = f"the state belongs to another stream of batches: {'; '.join(differ)}"

@@ -26,7 +26,7 @@ from gear_offline.config.problems import no_data, option_text
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import LoaderSettings, SelectionSettings
 from gear_offline.core.hub import is_there
-from gear_offline.core.text import plain, say
+from gear_offline.core.text import say, to_plain
 from gear_offline.data.dataset.dataset import Dataset, open_dataset
 from gear_offline.distributed.world import World, joined_world
 from gear_offline.errors import InputError, UnavailableError
@@ -46,7 +46,7 @@ def check_options(arguments: Mapping[str, Any], device: torch.device) -> LoaderO
     """Return the options among a loader's arguments; refuse those that exclude each other."""
     values = {name: arguments[name] for name in LoaderOptions.model_fields}
     try:
-        options = LoaderOptions(**plain(values))
+        options = LoaderOptions(**to_plain(values))
     except ValidationError as error:
         problem = option_text(LoaderOptions, error.errors()[0])
         raise InputError("LOADER_OPTION", problem) from error

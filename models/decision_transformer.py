@@ -31,7 +31,7 @@ from gear_offline.config.problems import problem_text
 from gear_offline.config.sections import TransformerSettings
 from gear_offline.core.files import write_file
 from gear_offline.core.hub import fetch
-from gear_offline.core.text import plain
+from gear_offline.core.text import to_plain
 from gear_offline.errors import InputError
 from gear_offline.models.base import (
     ModelFacts,
@@ -582,7 +582,7 @@ def build_model(*, state_dim: int, action_dim: int, **options: Any) -> DecisionT
     >>> model(**inputs).action_preds.shape
     torch.Size([2, 5, 1])
     """
-    facts = plain({"state_dim": state_dim, "action_dim": action_dim} | options)
+    facts = to_plain({"state_dim": state_dim, "action_dim": action_dim} | options)
     names = TransformerSettings.model_fields.keys() - ModelFacts.model_fields
     own = {name: facts.pop(name) for name in names & options.keys()}
     try:

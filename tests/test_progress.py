@@ -18,7 +18,7 @@ from tests.support import Captured, Patch
 def work(*, quiet: bool = False) -> None:
     with Progress("tiny", total=2000, done=1000, quiet=quiet) as progress:
         progress.update(1500, loss="0.125")
-        with progress.paused("evaluating"):
+        with progress.pause("evaluating"):
             time.sleep(0.3)
         progress.say("step 1,500: asked [3,600]")
         progress.update(2000, loss="0.0625", normalized="41")
@@ -58,11 +58,11 @@ def test_a_pause_and_what_comes_before_the_first_step_do_not_count_for_the_rate(
     capfd: Captured, clock: list[float]
 ) -> None:
     with Progress("tiny", total=200, done=50) as progress:
-        with progress.paused("opening"):
+        with progress.pause("opening"):
             clock[0] = 30.0
         clock[0] = 90.0  # a model is compiled
         progress.update(51)
-        with progress.paused("evaluating"):
+        with progress.pause("evaluating"):
             clock[0] = 96.0
         clock[0] = 101.0
         progress.update(101)

@@ -25,7 +25,7 @@ from gear_offline.batches.tables.joint import JointDataset, TableData
 from gear_offline.config.arguments import check_arguments
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.progress import Progress, Terminal, print_table
-from gear_offline.core.text import Document, short, typed
+from gear_offline.core.text import Document, quote, short
 from gear_offline.core.torch_state import torch_threads
 from gear_offline.core.types import Int64Array
 from gear_offline.errors import InputError
@@ -99,7 +99,7 @@ class Blame(Document):
             console.print(f"{episode.episode} is {episode.source}", style="dim")
         if self.without is not None:
             skip = str(self.without).replace(" ", "")
-            command = f"gear-offline train {typed(self.run)} --checkpoint {self.checkpoint}"
+            command = f"gear-offline train {quote(self.run)} --checkpoint {self.checkpoint}"
             console.print(f"without these batches: {command} 'train.skip={skip}'")
 
 

@@ -30,7 +30,7 @@ from gear_offline.core.files import read_regular, sync_directory, write_error, w
 from gear_offline.core.hub import is_hub
 from gear_offline.core.parts import check_part, is_part, readmit
 from gear_offline.core.system import versions
-from gear_offline.core.text import say, typed
+from gear_offline.core.text import quote, say
 from gear_offline.errors import GearError, InputError, is_out_of_memory
 from gear_offline.models.kinds import MODELS
 from gear_offline.models.tensor_file import FileFacts, file_facts, write_tensors
@@ -309,7 +309,7 @@ def find_checkpoint(run: Path, which: str | int | None = None) -> Path:
             raise no_run(run)
         if which is not None:
             problem, remedy = (
-                f"{typed(run)} is one checkpoint",
+                f"{quote(run)} is one checkpoint",
                 "leave the choice of a checkpoint out",
             )
             raise InputError("USAGE", problem, where="checkpoint", remedy=remedy)
@@ -377,7 +377,7 @@ def check_trained(run: Path, which: str | int | None = None, kind: str | None = 
             readmit(recipe.trusted)
             check_part(MODELS, recipe.model.kind)
     elif which is not None:
-        problem, remedy = f"{typed(run)} is one policy", "leave the choice of a checkpoint out"
+        problem, remedy = f"{quote(run)} is one policy", "leave the choice of a checkpoint out"
         raise InputError("USAGE", problem, where="checkpoint", remedy=remedy)
 
 
@@ -395,7 +395,7 @@ def no_run(path: Path) -> InputError:
         problem = "this is a dataset, not a run"
     elif (path / "recipe.yaml").is_file():
         problem = "the run has no checkpoint yet"
-        remedy = f"wait for one, or go on with `gear-offline train {typed(path)} --resume`"
+        remedy = f"wait for one, or go on with `gear-offline train {quote(path)} --resume`"
     elif list_checkpoints(path / "checkpoints"):
         return lost_recipe(path)
     elif path.is_dir():

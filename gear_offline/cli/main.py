@@ -47,7 +47,7 @@ from gear_offline.cli.values import (
     parse_range,
     show,
 )
-from gear_offline.core.text import count_text, typed
+from gear_offline.core.text import count_text, quote
 from gear_offline.distributed import is_first_process
 from gear_offline.errors import GearError, InputError, at_the_command_line
 
@@ -300,7 +300,7 @@ def train(
         from gear_offline.artifacts.records import failure_of, read_evaluations
 
         if failure := failure_of(read_evaluations(trained.path)):
-            remedy = f"mend that; `gear-offline train {typed(trained.path)} --resume` plays again"
+            remedy = f"mend that; `gear-offline train {quote(trained.path)} --resume` plays again"
             raise GearError("EVALUATION", failure, str(trained.path), remedy)
 
 

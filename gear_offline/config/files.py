@@ -14,7 +14,7 @@ from gear_offline.config.sections import PlaySettings
 from gear_offline.config.strict_yaml import dump_yaml, read_yaml, typed_value
 from gear_offline.core.files import LOCK, check_new_file, write_file, writing
 from gear_offline.core.parts import is_part, is_same, part_name
-from gear_offline.core.text import plain, typed
+from gear_offline.core.text import quote, to_plain
 from gear_offline.errors import InputError, given_path, in_home
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -88,11 +88,11 @@ def find_recipe(name_or_path: str | os.PathLike[str], *, relative_to: Path | Non
     train = "gear-offline train paper data.path="
     if (path / "manifest.json").is_file():
         problem = f"{text} is a dataset, not a recipe"
-        raise InputError("RECIPE", problem, remedy=f"{train}{typed(text)}")
+        raise InputError("RECIPE", problem, remedy=f"{train}{quote(text)}")
     if path.is_file():
-        data = typed(f"data/{path.stem}")
+        data = quote(f"data/{path.stem}")
         remedy = "a recipe's name ends with .yaml; if it is data: "
-        remedy += f"gear-offline convert {typed(text)} {data}, then {train}{data}"
+        remedy += f"gear-offline convert {quote(text)} {data}, then {train}{data}"
         raise InputError("RECIPE", f"{text} is not a recipe", remedy=remedy)
     if (path / "checkpoints").is_dir():
         raise lost_recipe(path)
@@ -108,7 +108,7 @@ def find_recipe(name_or_path: str | os.PathLike[str], *, relative_to: Path | Non
 def lost_recipe(run: Path) -> InputError:
     """Return the error of a run whose recipe.yaml is not there any more."""
     remedy = "copy it there again, or give its recipe by name: gear-offline train RECIPE --resume "
-    remedy += f"--out {typed(run)}; evaluate and export-policy work without"
+    remedy += f"--out {quote(run)}; evaluate and export-policy work without"
     return InputError("RUN_NOT_FOUND", "the run's recipe.yaml is not there", str(run), remedy)
 
 
@@ -182,7 +182,7 @@ def _pairs(overrides: Overrides) -> Iterator[tuple[str, Any]]:
     """Yield the dotted option and the value of each override."""
     if isinstance(overrides, Mapping):
         for key, value in overrides.items():
-            yield key, plain(value)
+            yield key, to_plain(value)
         return
     for text in [overrides] if isinstance(overrides, str) else overrides:
         key, equals, value = map(str.strip, text.partition("="))

@@ -14,7 +14,7 @@ import yaml
 from pydantic import ByteSize, TypeAdapter
 
 from gear_offline.core.files import read_regular
-from gear_offline.core.text import typed
+from gear_offline.core.text import quote
 from gear_offline.errors import InputError
 
 MAX_BYTES = 256 << 10
@@ -41,7 +41,7 @@ def parse_yaml(text: str, *, where: str) -> Any:
 def typed_value(key: str, text: str) -> Any:
     """Return the value that `text` gives an option; refuse to cut it at a ``#``."""
     if re.search(r"(^|\s)#", text) and text.lstrip()[:1] not in "'\"[{":
-        remedy = f"write {typed(f'{key}={json.dumps(text, ensure_ascii=False)}')}"
+        remedy = f"write {quote(f'{key}={json.dumps(text, ensure_ascii=False)}')}"
         raise InputError("RECIPE", f"of {text!r} YAML leaves out all from # on", key, remedy)
     return parse_yaml(text, where=f"override {key}")
 

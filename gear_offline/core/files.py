@@ -51,7 +51,7 @@ class Closing(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
+    def __exit__(self, error_type: object, error: object, trace: object) -> None:
         self.close()
 
 
@@ -125,31 +125,31 @@ def new_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
     with ExitStack() as stack:
         with writing(path):
             remove_leftovers(path.parent, path.name)
-            part, file = stack.enter_context(new_part(path))
-        yield part
+            temporary, file = stack.enter_context(new_hidden_file(path))
+        yield temporary
         with writing(path):
             os.fsync(file.fileno())
             check_new_file(path, overwrite=overwrite)
-            part.replace(path)
+            temporary.replace(path)
             sync_directory(path.parent)
 
 
 @contextmanager
-def new_part(path: Path) -> Iterator[tuple[Path, FileIO]]:
+def new_hidden_file(path: Path) -> Iterator[tuple[Path, FileIO]]:
     """Give a new file under a hidden name, which the body writes and renames."""
-    part, lock = _make_locked(path, lambda part: part.touch(exist_ok=False), os.O_RDWR)
+    temporary, lock = _make_locked(path, lambda hidden: hidden.touch(exist_ok=False), os.O_RDWR)
     with open(lock, "r+b", buffering=0) as file:
         try:
-            yield part, file
+            yield temporary, file
         finally:
-            part.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
 
 def write_all(file: int, content: bytes | memoryview) -> None:
-    """Write all of it: of a nearly full disk a call may write a part."""
-    rest = memoryview(content)
-    while rest:
-        rest = rest[os.write(file, rest) :]
+    """Write all of `content`: on a nearly full disk a call may write less."""
+    unwritten = memoryview(content)
+    while unwritten:
+        unwritten = unwritten[os.write(file, unwritten) :]
 
 
 @contextmanager
@@ -165,27 +165,27 @@ def new_directory(
     try:
         path = path.resolve()
     except RuntimeError:
-        raise unusable(path, "it is a link that leads to itself") from None
+        raise place_error(path, "it is a link that leads to itself") from None
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path.parent, path.name)
         check_replaceable(path, replaceable)
-        old = _hidden(path, "old")
-        part, lock = _make_locked(path, Path.mkdir, os.O_RDONLY | os.O_DIRECTORY)
+        replaced = _hidden_path(path, "old")
+        temporary, lock = _make_locked(path, Path.mkdir, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            yield part
+            yield temporary
             os.fsync(lock)
             check_replaceable(path, replaceable)
             if path.is_dir() and os.listdir(path):
                 # A kill between the two renames leaves the old one under its hidden name; the
                 # next writer puts it back.
-                path.rename(old)
-            part.rename(path)
+                path.rename(replaced)
+            temporary.rename(path)
             sync_directory(path.parent)
         finally:
-            if old.is_dir() and not os.path.lexists(path):
-                old.rename(path)
-            for leftover in (part, old):
+            if replaced.is_dir() and not os.path.lexists(path):
+                replaced.rename(path)
+            for leftover in (temporary, replaced):
                 shutil.rmtree(leftover, ignore_errors=True)
             os.close(lock)
 
@@ -198,19 +198,19 @@ def check_new_file(path: Path, *, overwrite: bool = False) -> None:
     check_folder(path.parent, output=path)
     if not path.parent.is_dir():
         remedy = "make it, or choose another place"
-        raise unusable(path.absolute().parent, "the folder does not exist", remedy)
+        raise place_error(path.absolute().parent, "the folder does not exist", remedy)
 
 
 def check_folder(folder: Path, *, output: Path) -> None:
     """Refuse (``OUTPUT_WRITE``) a folder of `output` that could not be made, or written to."""
     lowest = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
     if not lowest.is_dir():  # a file, or a link that leads nowhere
-        raise unusable(output, f"{lowest} is not a folder")
+        raise place_error(output, f"{lowest} is not a folder")
     if not os.access(lowest, os.W_OK | os.X_OK):
-        raise unusable(output, f"you may not write in {lowest.absolute()}")
+        raise place_error(output, f"you may not write in {lowest.absolute()}")
 
 
-def unusable(path: Path, problem: str, remedy: str = "choose another place") -> InputError:
+def place_error(path: Path, problem: str, remedy: str = "choose another place") -> InputError:
     """Return the error (``OUTPUT_WRITE``) of a path that is no place for an output."""
     return InputError("OUTPUT_WRITE", problem, str(path), remedy)
 
@@ -225,7 +225,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_error(error: OSError, where: str) -> GearError:
-    """Return the error ``OUTPUT_WRITE`` for what the system said."""
+    """Return ``OUTPUT_WRITE`` for an error of the system."""
     problem = "no space left" if error.errno in NO_SPACE else "cannot write"
     problem, remedy = f"{problem}: {error.strerror or error}", REMEDIES.get(error.errno or 0, CHECK)
     return GearError("OUTPUT_WRITE", problem, where, remedy)
@@ -239,19 +239,19 @@ def check_replaceable(path: Path, replaceable: Callable[[Path], bool] = lambda p
         raise InputError("OUTPUT_EXISTS", "the output exists", str(path), remedy)
 
 
-def _hidden(path: Path, kind: str) -> Path:
-    return path.with_name(f".{path.name}.gear-{kind}-{secrets.token_hex(6)}")
+def _hidden_path(path: Path, role: str) -> Path:
+    return path.with_name(f".{path.name}.gear-{role}-{secrets.token_hex(6)}")
 
 
 def _make_locked(path: Path, make: Callable[[Path], None], flags: int) -> tuple[Path, int]:
     """Make something under a hidden name and lock it, before another process takes it away."""
     while True:
-        part = _hidden(path, "part")
-        make(part)
+        temporary = _hidden_path(path, "part")
+        make(temporary)
         with suppress(FileNotFoundError):
-            lock = os.open(part, flags | os.O_CLOEXEC)
-            if try_lock(lock) is not False and os.path.lexists(part):
-                return part, lock
+            lock = os.open(temporary, flags | os.O_CLOEXEC)
+            if try_lock(lock) is not False and os.path.lexists(temporary):
+                return temporary, lock
             os.close(lock)
 
 
@@ -291,16 +291,16 @@ def try_lock(handle: int) -> bool | None:
 
 @cache
 def _say_no_locks(reason: str) -> None:
-    what = f"warning: this file system has no file locks ({reason}): see yourself that no two"
-    say(f"{what} processes write one place, or mount it with locks (Lustre: -o flock)")
+    warning = f"warning: this file system has no file locks ({reason}): see yourself that no two"
+    say(f"{warning} processes write one place, or mount it with locks (Lustre: -o flock)")
 
 
-def take_lock(place: Path, flags: int = 0) -> int:
+def take_lock(path: Path, flags: int = 0) -> int:
     """Open and lock a file, made if missing; -1 if another process holds it or just removed it."""
     flags |= os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    lock = os.open(place, flags, 0o644)
+    lock = os.open(path, flags, 0o644)
     with suppress(FileNotFoundError):
-        if try_lock(lock) is not False and os.path.samestat(os.fstat(lock), os.stat(place)):
+        if try_lock(lock) is not False and os.path.samestat(os.fstat(lock), os.stat(path)):
             return lock
     os.close(lock)
     return -1
@@ -309,11 +309,11 @@ def take_lock(place: Path, flags: int = 0) -> int:
 @contextmanager
 def turn_of(path: Path, *, quiet: bool) -> Iterator[None]:
     """Let one process at a time make what is to appear at `path`; another waits, and says so."""
-    place, is_told = path.with_name(f".{path.name}.making"), False
+    lock_path, is_told = path.with_name(f".{path.name}.making"), False
     check_folder(path.parent, output=path)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        while (lock := take_lock(place)) < 0:
+        while (lock := take_lock(lock_path)) < 0:
             if not is_told:
                 say(f"{path}: waits for another process, which makes it", quiet=quiet)
             is_told = True
@@ -321,7 +321,7 @@ def turn_of(path: Path, *, quiet: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        place.unlink(missing_ok=True)
+        lock_path.unlink(missing_ok=True)
         os.close(lock)
 
 
@@ -332,18 +332,18 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 class HeldDirectory(Closing):
-    """A directory that one process at a time writes to, made when missing; else the error `taken`.
+    """A directory that one process at a time writes to; a second one gets the error `in_use`.
 
-    One that is empty at the end goes, with the directories that were made for it.
+    It is made when missing.  If it is empty at the end, it goes with the folders made for it.
     """
 
-    def __init__(self, path: Path, *, taken: InputError) -> None:
+    def __init__(self, path: Path, *, in_use: InputError) -> None:
         self.path = path
         self._lock, self._home = -1, path.absolute()
         try:
             str(path).encode()
         except UnicodeEncodeError:  # TensorBoard and safetensors fail on it, late
-            raise unusable(path, "the name holds bytes that are not UTF-8") from None
+            raise place_error(path, "the name holds bytes that are not UTF-8") from None
         check_folder(path, output=path)
         self._made = [p for p in (self._home, *self._home.parents) if not os.path.lexists(p)]
         try:
@@ -352,9 +352,9 @@ class HeldDirectory(Closing):
         except OSError as error:
             self._remove_made()
             problem = write_error(error, "")
-            raise unusable(path, problem.problem, problem.remedy) from error
+            raise place_error(path, problem.problem, problem.remedy) from error
         if self._lock < 0:
-            raise taken
+            raise in_use
         self._identity = _identity(self._home)
 
     def check_place(self) -> None:
@@ -375,6 +375,6 @@ class HeldDirectory(Closing):
 
     def _remove_made(self) -> None:
         """Remove the directories that were made, as far as they are empty."""
-        for place in self._made:
+        for folder in self._made:
             with suppress(OSError):
-                place.rmdir()
+                folder.rmdir()

@@ -32,7 +32,7 @@ def is_there(path: str | Path) -> bool:
     return is_hub(path) or Path(path).exists()
 
 
-def fetch(name: str, kind: Kind, code: str, *, only: tuple[str, ...] = ()) -> Path:
+def fetch(name: str, repo_type: Kind, code: str, *, only: tuple[str, ...] = ()) -> Path:
     """Fetch ``hub:USER/NAME/FOLDER@REVISION``; return its place in huggingface_hub's cache.
 
     `code` is that of errors, `only` patterns of the files to fetch where there is no folder.
@@ -40,17 +40,17 @@ def fetch(name: str, kind: Kind, code: str, *, only: tuple[str, ...] = ()) -> Pa
     from huggingface_hub import snapshot_download
 
     repo, inner, revision = _parts(name, code)
-    wanted = [inner, f"{inner}/*"] if inner else [*only] or None
-    with _hub_errors(name, kind, code):
-        place = snapshot_download(repo, repo_type=kind, revision=revision, allow_patterns=wanted)
-    path = Path(place, inner or "")
+    patterns = [inner, f"{inner}/*"] if inner else [*only] or None
+    options = {"revision": revision, "allow_patterns": patterns}
+    with _hub_errors(name, repo_type, code):
+        path = Path(snapshot_download(repo, repo_type=repo_type, **options), inner or "")
     if not path.exists():
-        problem, remedy = f"the {kind} {repo} has no {inner or only[0]}", "look at its files"
+        problem, remedy = f"the {repo_type} {repo} has no {inner or only[0]}", "look at its files"
         raise InputError(code, problem, where=name, remedy=remedy)
     return path
 
 
-def put(files: Mapping[str, Any], name: str, kind: Kind, *, private: bool = False) -> str:
+def put(files: Mapping[str, Any], name: str, repo_type: Kind, *, private: bool = False) -> str:
     """Put paths or bytes into a repository, made if it is missing; return its address.
 
     It is one commit; ``OUTPUT_WRITE``.
@@ -59,22 +59,23 @@ def put(files: Mapping[str, Any], name: str, kind: Kind, *, private: bool = Fals
 
     repo, inner, revision = _parts(name, "OUTPUT_WRITE")
     api = HfApi()
-    with _hub_errors(name, kind, "OUTPUT_WRITE"):
-        address = api.create_repo(repo, repo_type=kind, private=private or None, exist_ok=True)
+    with _hub_errors(name, repo_type, "OUTPUT_WRITE"):
+        address = api.create_repo(repo, repo_type=repo_type, private=private or None, exist_ok=True)
         if revision is not None:
-            api.create_branch(repo, branch=revision, repo_type=kind, exist_ok=True)
+            api.create_branch(repo, branch=revision, repo_type=repo_type, exist_ok=True)
         added = [CommitOperationAdd(f"{inner or '.'}/{file}", files[file]) for file in files]
-        message = f"Upload a {kind} with gear-offline"
-        api.create_commit(repo, added, commit_message=message, repo_type=kind, revision=revision)
+        options = {"repo_type": repo_type, "revision": revision}
+        message = f"Upload a {repo_type} with gear-offline"
+        api.create_commit(repo, added, commit_message=message, **options)
     return str(address)
 
 
-def card(metadata: Mapping[str, Any], title: str, facts: Mapping[str, Any], rest: str) -> bytes:
+def card(metadata: Mapping[str, Any], title: str, facts: Mapping[str, Any], body: str) -> bytes:
     """Return a README.md as the Hub shows it; what is None is left out."""
     head = yaml.safe_dump({k: v for k, v in metadata.items() if v is not None}, sort_keys=False)
-    known = {name: str(value) for name, value in facts.items() if value is not None}
-    lines = [f"- {name}: {markdown(value)}" for name, value in known.items()]
-    return "\n".join([f"---\n{head}---\n\n# {markdown(title)}\n", *lines, "", rest, ""]).encode()
+    texts = {name: str(value) for name, value in facts.items() if value is not None}
+    lines = [f"- {name}: {markdown(text)}" for name, text in texts.items()]
+    return "\n".join([f"---\n{head}---\n\n# {markdown(title)}\n", *lines, "", body, ""]).encode()
 
 
 def _parts(name: str, code: str) -> tuple[str, str | None, str | None]:
@@ -86,7 +87,7 @@ def _parts(name: str, code: str) -> tuple[str, str | None, str | None]:
 
 
 @contextmanager
-def _hub_errors(name: str, kind: Kind, code: str) -> Iterator[None]:
+def _hub_errors(name: str, repo_type: Kind, code: str) -> Iterator[None]:
     """Raise what huggingface_hub finds as one error: not there, no token, no network."""
     from huggingface_hub import errors
 
@@ -99,11 +100,12 @@ def _hub_errors(name: str, kind: Kind, code: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno in NO_SPACE:
             raise write_error(error, name) from error
         if isinstance(error, errors.HFValidationError):
-            problem, remedy = f"no {kind} can have this name", FORM
+            problem, remedy = f"no {repo_type} can have this name", FORM
         elif isinstance(error, errors.RevisionNotFoundError):
-            problem, remedy = f"the {kind} has no such revision", "name a branch, a tag or a commit"
+            problem = f"the {repo_type} has no such revision"
+            remedy = "name a branch, a tag or a commit"
         elif isinstance(error, errors.RepositoryNotFoundError):
-            problem = f"the Hub has no such {kind}, or does not show it"
+            problem = f"the Hub has no such {repo_type}, or does not show it"
             remedy = f"check the name; to see what is private, {login}"
         elif status in (401, 403):
             problem, remedy = f"the Hub refuses: {reason}", f"with a token that may write, {login}"

@@ -40,9 +40,9 @@ def read_files(file: Path, folder: Path) -> dict[Path, bytes]:
             contents[path] = path.read_bytes()
             for name in _imports(contents[path]) if path.suffix == ".py" else ():
                 bare = name.lstrip(".")
-                place = path.parents[len(name) - len(bare) - 1] if bare != name else folder
+                base = path.parents[len(name) - len(bare) - 1] if bare != name else folder
                 if bare != name or bare.partition(".")[0] not in NOT_BESIDE:
-                    waiting += _files_of(bare, place)
+                    waiting += _files_of(bare, base)
     return contents
 
 
@@ -55,41 +55,41 @@ def digest_files(contents: Mapping[Path, bytes]) -> str:
     return f"xxh3-128:{digest.hexdigest()}"
 
 
-def digest_object(part: Any) -> str:
+def digest_object(definition: Any) -> str:
     """Return the digest of a class or function without a file: its code, and what that uses."""
-    words = "\0".join(_words(part, part.__module__, set()))
+    words = "\0".join(_words(definition, definition.__module__, set()))
     return f"code-xxh3-128:{xxhash.xxh3_128_hexdigest(words.encode(errors='replace'))}"
 
 
-def _words(value: Any, module: str, seen: set[int]) -> Iterator[str]:
-    """Yield what a value is made of; of what another module defines, the name."""
+def _words(value: Any, module: str, visited: set[int]) -> Iterator[str]:
+    """Yield the content of a value in words; of another module's definitions, the name."""
     if isinstance(value, staticmethod | classmethod):
         value = value.__func__
     if isinstance(value, property):
         value = (value.fget, value.fset)
     if isinstance(value, type | FunctionType):
         yield f"{value.__module__}.{value.__qualname__}"
-        if value.__module__ != module or id(value) in seen:
+        if value.__module__ != module or id(value) in visited:
             return
-        seen.add(id(value))
+        visited.add(id(value))
     if isinstance(value, type):
-        own = {name: each for name, each in vars(value).items() if name not in WRITTEN}
-        yield from _words((value.__bases__, own), module, seen)
+        members = {name: each for name, each in vars(value).items() if name not in WRITTEN}
+        yield from _words((value.__bases__, members), module, visited)
     elif isinstance(value, FunctionType):
         cells = [*map(_content_of, value.__closure__ or ())]
         loads = [i.argval for i in _instructions(value.__code__) if i.opname in LOADS]
         used = {name: value.__globals__.get(name) for name in sorted({*loads})}
-        parts = value.__code__, value.__defaults__, value.__kwdefaults__, cells, used
-        yield from _words(parts, module, seen)
+        contents = value.__code__, value.__defaults__, value.__kwdefaults__, cells, used
+        yield from _words(contents, module, visited)
     elif isinstance(value, CodeType):
         yield value.co_code.hex()
         names = value.co_names, value.co_varnames, value.co_freevars
-        yield from _words((*names, *value.co_consts), module, seen)
+        yield from _words((*names, *value.co_consts), module, visited)
     elif isinstance(value, Mapping):
-        yield from _words([*value.items()], module, seen)
+        yield from _words([*value.items()], module, visited)
     elif isinstance(value, tuple | list):
         for each in value:
-            yield from _words(each, module, seen)
+            yield from _words(each, module, visited)
     elif isinstance(value, set | frozenset):
         yield repr(sorted(map(repr, value)))
     elif isinstance(value, str | bytes | int | float | complex | None):
@@ -130,8 +130,8 @@ def _imports(content: bytes) -> tuple[str, ...]:
 def _files_of(name: str, folder: str | Path) -> Iterator[Path]:
     """Yield the files of a dotted name in a folder: its packages on the way, and its module."""
     places: Sequence[str] | None = [str(folder)]
-    for part in name.split("."):
-        spec = PathFinder.find_spec(part, places)
+    for segment in name.split("."):
+        spec = PathFinder.find_spec(segment, places)
         if spec is None:
             return
         if spec.has_location and spec.origin:
@@ -156,10 +156,10 @@ class PartFiles(MetaPathFinder):
         package = self._package(str(file.parent))
         if any(self.contents.get(path) != content for path, content in contents.items()):
             for name, module in list(sys.modules.items()):
-                place = getattr(module, "__file__", None)
-                if name.startswith(f"{package}.") and place and Path(place) in contents:
-                    parent, _, own = name.rpartition(".")
-                    vars(sys.modules.get(parent, module)).pop(own, None)
+                module_file = getattr(module, "__file__", None)
+                if name.startswith(f"{package}.") and module_file and Path(module_file) in contents:
+                    parent, _, leaf = name.rpartition(".")
+                    vars(sys.modules.get(parent, module)).pop(leaf, None)
                     del sys.modules[name]
             self.contents |= contents
         name = self.module_name(file)
@@ -218,8 +218,8 @@ class _Source(SourceLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         package = module.__name__.partition(".")[0]
-        own = {"__import__": partial(_import_beside, package)}
-        vars(module)["__builtins__"] = vars(builtins) | own
+        overrides = {"__import__": partial(_import_beside, package)}
+        vars(module)["__builtins__"] = vars(builtins) | overrides
         super().exec_module(module)
 
 

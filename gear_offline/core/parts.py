@@ -32,7 +32,7 @@ from gear_offline.core.part_files import (
     digest_object,
     read_files,
 )
-from gear_offline.core.text import first_line, typed
+from gear_offline.core.text import first_line, quote
 from gear_offline.errors import GearError, InputError, in_home
 
 OPTIONS = "environment_options"  # before the digest of options, which are permitted as parts are
@@ -61,7 +61,7 @@ class Kind:
 
 
 class Permission:
-    """What this process may import, and what its user has typed: here, in its caller, or before."""
+    """The names that this process may import, and those that its user has typed, now or before."""
 
     def __init__(self) -> None:
         self.admitted: dict[str, str] = {}  # name -> digest: what may be imported
@@ -98,12 +98,12 @@ class Permission:
     def _is_kept(self, name: str, digest: str) -> bool:
         """Look into the user's list, of which what is new since the last look is read."""
         with suppress(OSError), (home := _home()).open("rb") as file:
-            *place, start = self._read
+            *list_id, start = self._read
             inode = os.fstat(file.fileno()).st_ino
-            start = file.seek(start if place == [home, inode] else 0)
-            whole, _, _ = file.read().rpartition(b"\n")
-            self._lines.update(whole.decode(errors="replace").splitlines())
-            self._read = home, inode, start + len(whole) + bool(whole)
+            start = file.seek(start if list_id == [home, inode] else 0)
+            lines, _, _ = file.read().rpartition(b"\n")
+            self._lines.update(lines.decode(errors="replace").splitlines())
+            self._read = home, inode, start + len(lines) + bool(lines)
         return json.dumps([name, digest]) in self._lines
 
 
@@ -115,18 +115,17 @@ def is_part(name: object) -> bool:
     return isinstance(name, str) and ":" in name
 
 
-def is_same(name: Any, other: Any) -> bool:
-    """Return true for what is equal, or two names of one part: its file may have moved.
+def is_same(first: Any, second: Any) -> bool:
+    """Return true for equal names, or two names of one part: its file may have moved.
 
     A part may be named by its file or its module, an environment by its id alone.
     """
-    names = part_name(name), part_name(other)
-    parts = [each for each in names if is_part(each)]
-    bare = [bare_name(each) for each in names]
-    if names[0] == names[1] or not parts or bare[0] != bare[1]:
-        return bool(names[0] == names[1])
-    files = [file_of(part.rpartition(":")[0]) for part in parts]
-    return files[0] == files[-1] or len({digest_of(part) for part in parts} - {""}) < 2
+    first, second = part_name(first), part_name(second)
+    names = [name for name in (first, second) if is_part(name)]
+    if first == second or not names or bare_name(first) != bare_name(second):
+        return bool(first == second)
+    files = [file_of(name.rpartition(":")[0]) for name in names]
+    return files[0] == files[-1] or len({digest_of(name) for name in names} - {""}) < 2
 
 
 def bare_name(name: Any) -> Any:
@@ -134,40 +133,40 @@ def bare_name(name: Any) -> Any:
     return name.rpartition(":")[2] if is_part(name) else name
 
 
-def part_name(part: Any) -> Any:
+def part_name(value: Any) -> Any:
     """Return the name of a part that is given itself: a class or a function; texts as they are.
 
     Files are named by their whole path.
     """
-    if isinstance(part, os.PathLike):
-        part = os.fspath(part)
-    if isinstance(part, str):
-        place, colon, name = part.rpartition(":")
-        is_file = colon and place.endswith(".py")
-        return f"{os.path.abspath(in_home(place))}:{name}" if is_file else part
-    if not callable(part) or not hasattr(part, "__qualname__"):
-        return part
-    place, name = part.__module__, part.__qualname__
-    file = getattr(sys.modules.get(place), "__file__", None)
-    is_main = place in ("__main__", "__mp_main__")
-    if file and (is_main or place.startswith(FOLDERS)):
-        place = os.path.abspath(file)
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, str):
+        origin, colon, name = value.rpartition(":")
+        is_file = colon and origin.endswith(".py")
+        return f"{os.path.abspath(in_home(origin))}:{name}" if is_file else value
+    if not callable(value) or not hasattr(value, "__qualname__"):
+        return value
+    origin, name = value.__module__, value.__qualname__
+    file = getattr(sys.modules.get(origin), "__file__", None)
+    is_main = origin in ("__main__", "__mp_main__")
+    if file and (is_main or origin.startswith(FOLDERS)):
+        origin = os.path.abspath(file)
     if is_main or "<locals>" in name:
-        _permission.live[f"{place}:{name}"] = None if _in_main(name) is part else part
-    return f"{place}:{name}"
+        _permission.live[f"{origin}:{name}"] = None if _in_main(name) is value else value
+    return f"{origin}:{name}"
 
 
 def _in_main(name: str) -> Any:
     """Find what the main module has under a name now: a cell may have been run again."""
     value: Any = sys.modules["__main__"]
-    for part in name.split("."):
-        value = getattr(value, part, None)
+    for segment in name.split("."):
+        value = getattr(value, segment, None)
     return value
 
 
 def _live_part(name: str) -> Any:
-    part = _permission.live[name]
-    return _in_main(name.rpartition(":")[2]) if part is None else part
+    value = _permission.live[name]
+    return _in_main(name.rpartition(":")[2]) if value is None else value
 
 
 def is_importable(name: str) -> bool:
@@ -175,40 +174,40 @@ def is_importable(name: str) -> bool:
     return name not in _permission.live
 
 
-def file_of(place: str) -> Path | None:
+def file_of(origin: str) -> Path | None:
     """Return the file of ``FILE.py`` or of a module, which is not imported; None: unknown."""
-    if place.endswith(".py"):
-        return Path(place)
+    if origin.endswith(".py"):
+        return Path(origin)
     path: Any = None
-    spec: Any = getattr(sys.modules.get(place), "__spec__", None)
+    spec: Any = getattr(sys.modules.get(origin), "__spec__", None)
     with suppress(Exception):
-        for end in range(0 if spec else place.count(".") + 1):  # of each package on the way
-            spec = PathFinder.find_spec(".".join(place.split(".")[: end + 1]), path)
+        for end in range(0 if spec else origin.count(".") + 1):  # of each package on the way
+            spec = PathFinder.find_spec(".".join(origin.split(".")[: end + 1]), path)
             path = spec and spec.submodule_search_locations
     return Path(spec.origin) if spec is not None and spec.has_location else None
 
 
 def digest_of(name: str) -> str:
-    """Return the digest of what a part is made of; empty where there is nothing to read.
+    """Return the digest of a part's content; empty where there is nothing to read.
 
     That is its file and what it imports from its folder, or the code of a class of a notebook.
     """
-    place = name.rpartition(":")[0]
-    if place == OPTIONS:
+    origin = name.rpartition(":")[0]
+    if origin == OPTIONS:
         return name.rpartition(":")[2]
-    if name in _permission.live and not place.endswith(".py"):
-        return "" if (part := _live_part(name)) is None else digest_object(part)
-    file = file_of(place)
+    if name in _permission.live and not origin.endswith(".py"):
+        return "" if (value := _live_part(name)) is None else digest_object(value)
+    file = file_of(origin)
     with suppress(OSError):
-        return "" if file is None else digest_files(_contents(place, file))
+        return "" if file is None else digest_files(_contents(origin, file))
     return ""
 
 
-def _contents(place: str, file: Path) -> dict[Path, bytes]:
+def _contents(origin: str, file: Path) -> dict[Path, bytes]:
     """Read the file of a part, and what it imports from its folder unless that is a library's."""
     if str(file).startswith((PACKAGES, *LIBRARIES)):
         return {file: file.read_bytes()}
-    above = 0 if place.endswith(".py") else place.count(".") + (file.stem == "__init__")
+    above = 0 if origin.endswith(".py") else origin.count(".") + (file.stem == "__init__")
     return read_files(file, file.parents[above])
 
 
@@ -235,7 +234,7 @@ def readmit(digests: Mapping[str, str]) -> None:
         else:
             how = "has changed since the run began with it" if now else "is not there any more"
             file = None if name in _permission.live else file_of(name.rpartition(":")[0])
-            _permission.refused[name] = f"{typed(file or name)} {how}"
+            _permission.refused[name] = f"{quote(file or name)} {how}"
 
 
 def _home() -> Path:
@@ -243,7 +242,7 @@ def _home() -> Path:
     return Path(folder, "gear-offline", "parts.jsonl")
 
 
-def admitted() -> dict[str, str]:
+def get_admitted() -> dict[str, str]:
     """Return the names and digests that another process of the same work may import."""
     return {name: d for name, d in _permission.admitted.items() if name not in _permission.live}
 
@@ -263,118 +262,123 @@ def admits_module(module: str) -> bool:
     return any(name.rpartition(":")[0] == module for name in _permission.admitted)
 
 
-def find_part(kind: Kind, name: object) -> Any:
+def find_part(part_kind: Kind, name: object) -> Any:
     """Return a part by its name: the package's own, an entry point's, or one that is admitted."""
     if not isinstance(name, str):
-        raise InputError(kind.code, f"{name!r} names no {kind.noun}", kind.option)
-    if name in kind.own:
-        own = kind.own[name]
-        return _attribute(kind, own) if isinstance(own, str) else own
+        raise InputError(part_kind.code, f"{name!r} names no {part_kind.noun}", part_kind.option)
+    if name in part_kind.own:
+        stored = part_kind.own[name]
+        return _attribute(part_kind, stored) if isinstance(stored, str) else stored
     if is_part(name):
-        check_admitted(kind, name)
-        return _live_part(name) if name in _permission.live else _attribute(kind, name)
-    for entry in kind.installed:
+        check_admitted(part_kind, name)
+        return _live_part(name) if name in _permission.live else _attribute(part_kind, name)
+    for entry in part_kind.installed:
         if entry.name == name:
-            with calling_part(kind, f"loading {entry.value}", name):
+            with calling_part(part_kind, f"loading {entry.value}", name):
                 return entry.load()
-    known = sorted({*kind.own, *(entry.name for entry in kind.installed)})
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    names = sorted({*part_kind.own, *(entry.name for entry in part_kind.installed)})
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     remedy = f"did you mean {near[0]!r}? " if near else ""
-    remedy += f"there are {', '.join(known)}; " if known else ""
-    remedy += f"one of your own: {kind.option}=FILE.py:Name"
-    raise InputError(kind.code, f"no {kind.noun} {name!r}", kind.option, remedy)
+    remedy += f"there are {', '.join(names)}; " if names else ""
+    remedy += f"one of your own: {part_kind.option}=FILE.py:Name"
+    raise InputError(part_kind.code, f"no {part_kind.noun} {name!r}", part_kind.option, remedy)
 
 
-def check_admitted(kind: Kind, name: str) -> None:
+def check_admitted(part_kind: Kind, name: str) -> None:
     """Refuse to import what only a run, a dataset or a policy folder names."""
     if name not in _permission.admitted:
         problem = f"{name!r} would import a module that only a run, a dataset or a policy names"
-        place, _, own = name.rpartition(":")
-        shown, remedy = name, "if you trust it, name it yourself (a recipe.yaml counts as a run's)"
-        if place.endswith(".py") and not Path(place).is_file():  # of another machine, or moved
-            problem = f"{typed(place)}, which a run, a dataset or a policy names, is not here"
-            shown, remedy = f"{Path(place).name}:{own}", "get that file, and name it where it is"
-        words = f"{kind.option}={shown}"
+        origin, _, leaf = name.rpartition(":")
+        typed_name, option = name, part_kind.option
+        remedy = "if you trust it, name it yourself (a recipe.yaml counts as a run's)"
+        if origin.endswith(".py") and not Path(origin).is_file():  # of another machine, or moved
+            problem = f"{quote(origin)}, which a run, a dataset or a policy names, is not here"
+            typed_name = f"{Path(origin).name}:{leaf}"
+            remedy = "get that file, and name it where it is"
+        words = f"{option}={typed_name}"
         if name in _permission.live:  # there is a newer one of its name
-            words = f"the class itself, as {kind.argument.strip('-') or kind.option}={own}"
-        elif kind.argument:
-            words += f" with train and sweep, else {kind.argument} {shown}"
+            words = f"the class itself, as {part_kind.argument.strip('-') or option}={leaf}"
+        elif part_kind.argument:
+            words += f" with train and sweep, else {part_kind.argument} {typed_name}"
         remedy += f": {words}"
-        raise InputError(kind.code, _permission.refused.get(name, problem), kind.option, remedy)
+        raise InputError(part_kind.code, _permission.refused.get(name, problem), option, remedy)
 
 
-def check_part(kind: Kind, name: str) -> None:
+def check_part(part_kind: Kind, name: str) -> None:
     """Refuse a part that may not be imported, or has no file; import nothing."""
-    check_admitted(kind, name)
+    check_admitted(part_kind, name)
     if name not in _permission.live:
-        _read_part(kind, name)
+        _read_part(part_kind, name)
 
 
-def _read_part(kind: Kind, name: str) -> dict[Path, bytes]:
+def _read_part(part_kind: Kind, name: str) -> dict[Path, bytes]:
     """Return the files of a part of ``FILE.py`` and their bytes; none of one of a module."""
-    place = name.rpartition(":")[0]
+    origin = name.rpartition(":")[0]
     try:
-        return _contents(place, Path(place)) if place.endswith(".py") else {}
+        return _contents(origin, Path(origin)) if origin.endswith(".py") else {}
     except OSError as error:
-        problem = f"{typed(place)} cannot be read: {error.strerror or error}"
-        raise InputError(kind.code, problem, kind.option, "give the file's path") from error
+        problem = f"{quote(origin)} cannot be read: {error.strerror or error}"
+        remedy = "give the file's path"
+        raise InputError(part_kind.code, problem, part_kind.option, remedy) from error
 
 
-def _attribute(kind: Kind, name: str) -> Any:
-    place, _, path = name.rpartition(":")
-    module = part_module(kind, name)
+def _attribute(part_kind: Kind, name: str) -> Any:
+    origin, _, path = name.rpartition(":")
+    module = part_module(part_kind, name)
     value: Any = module
-    for part in path.split("."):
-        if not hasattr(value, part):
-            near = difflib.get_close_matches(part, list(vars(module)), n=1)
-            problem = f"{typed(place)} has no {part!r}"
+    for segment in path.split("."):
+        if not hasattr(value, segment):
+            near = difflib.get_close_matches(segment, list(vars(module)), n=1)
+            problem = f"{quote(origin)} has no {segment!r}"
             problem += f", did you mean {near[0]!r}?" if near else ""
-            remedy = f"write {kind.option}=FILE.py:Name or package.module:Name"
-            raise InputError(kind.code, problem, kind.option, remedy)
-        value = getattr(value, part)
+            remedy = f"write {part_kind.option}=FILE.py:Name or package.module:Name"
+            raise InputError(part_kind.code, problem, part_kind.option, remedy)
+        value = getattr(value, segment)
     return value
 
 
-def part_module(kind: Kind, name: str) -> ModuleType:
+def part_module(part_kind: Kind, name: str) -> ModuleType:
     """Import the module or the file of a part."""
-    place = name.rpartition(":")[0]
-    if not place.endswith(".py"):
-        with calling_part(kind, f"importing {place}", name):
-            return import_module(place)
-    file, contents = Path(place), _read_part(kind, name)
+    origin = name.rpartition(":")[0]
+    if not origin.endswith(".py"):
+        with calling_part(part_kind, f"importing {origin}", name):
+            return import_module(origin)
+    file, contents = Path(origin), _read_part(part_kind, name)
     if _permission.admitted[name] != digest_files(contents):
-        remedy = f"if you trust it, name it again: {kind.option}={typed(name)}"
-        raise InputError(kind.code, f"{typed(place)} has changed meanwhile", kind.option, remedy)
+        problem = f"{quote(origin)} has changed meanwhile"
+        remedy = f"if you trust it, name it again: {part_kind.option}={quote(name)}"
+        raise InputError(part_kind.code, problem, part_kind.option, remedy)
     if _files.is_loading(file):
         remedy = "put what it does, when it is run, behind if __name__ == '__main__':"
-        problem = f"{typed(place)} asks for {typed(name)} while it is imported"
-        raise InputError(kind.code, problem, name, remedy)
-    with calling_part(kind, f"importing {typed(place)}", name):
+        problem = f"{quote(origin)} asks for {quote(name)} while it is imported"
+        raise InputError(part_kind.code, problem, name, remedy)
+    with calling_part(part_kind, f"importing {quote(origin)}", name):
         return _files.load(file, contents)
 
 
 @contextmanager
-def calling_part(kind: Kind, what: str, name: str) -> Iterator[None]:
+def calling_part(part_kind: Kind, action: str, name: str) -> Iterator[None]:
     """Raise a part's errors as an `InputError` that shows the lines of its own files."""
     try:
         yield
     except GearError:
         raise
     except (Exception, SystemExit) as error:
-        raise part_error(kind, what, name, error) from error
+        raise part_error(part_kind, action, name, error) from error
 
 
 def part_error(
-    kind: Kind, what: str, name: str, error: BaseException, remedy: str = ""
+    part_kind: Kind, action: str, name: str, error: BaseException, remedy: str = ""
 ) -> InputError:
     """Return the error of what a part raises, with the lines of its own files."""
-    text = f"{what} raised {type(error).__name__}: {first_line(error)}"
+    text = f"{action} raised {type(error).__name__}: {first_line(error)}"
     lines = own_lines(error)
     text += f", at {', from '.join(lines)}" if lines else ""
     if not remedy and not lines and isinstance(error, ImportError):
         remedy = "put the folder of a module on PYTHONPATH, or name a file: "
-        remedy += f"{kind.option}=FILE.py:Name"
-    return InputError(kind.code, text, name, remedy or ("mend it there" if lines else "mend it"))
+        remedy += f"{part_kind.option}=FILE.py:Name"
+    remedy = remedy or ("mend it there" if lines else "mend it")
+    return InputError(part_kind.code, text, name, remedy)
 
 
 def own_lines(error: BaseException, libraries: tuple[str, ...] = ()) -> list[str]:
@@ -384,9 +388,9 @@ def own_lines(error: BaseException, libraries: tuple[str, ...] = ()) -> list[str
     lines: list[str] = []
     while cause is not None and not lines:
         frames = reversed(traceback.extract_tb(cause.__traceback__))
-        own = [f for f in frames if not f.filename.startswith((*ours, *libraries))]
-        own = [f for f in own if not f.filename.startswith(PACKAGES)] or own
-        own = own[:LINES_SHOWN]
-        lines = [f"{typed(line.filename)}:{line.lineno} in {line.name}" for line in own]
+        foreign = [f for f in frames if not f.filename.startswith((*ours, *libraries))]
+        foreign = [f for f in foreign if not f.filename.startswith(PACKAGES)] or foreign
+        shown = foreign[:LINES_SHOWN]
+        lines = [f"{quote(line.filename)}:{line.lineno} in {line.name}" for line in shown]
         cause = cause.__cause__
     return lines

@@ -21,7 +21,7 @@ from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.ticker import FuncFormatter, LogFormatter
 
 from gear_offline.core.files import write_file
-from gear_offline.core.text import escaped, printable
+from gear_offline.core.text import escape, printable
 
 BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, SKY, "#E69F00")
@@ -37,26 +37,26 @@ def new_figure() -> Figure:
 
 def titles(figure: Figure, title: str, subtitle: str) -> None:
     """Write the finding and, below it, its context."""
-    text = fill(shown(title, 2 * LONGEST_LINE), LONGEST_LINE)
+    text = fill(fit_text(title, 2 * LONGEST_LINE), LONGEST_LINE)
     bold: Any = {"ha": "left", "fontsize": 12, "fontweight": "bold", "parse_math": False}
     figure.suptitle(text, x=0.013, **bold)
     below: Any = {"loc": "left", "fontsize": 9, "color": GREY, "parse_math": False}
-    figure.axes[0].set_title(shown(subtitle, 95), **below)
+    figure.axes[0].set_title(fit_text(subtitle, 95), **below)
 
 
-def shown(text: str, most: int = LONGEST_LABEL) -> str:
+def fit_text(text: str, most: int = LONGEST_LABEL) -> str:
     """Return text as a picture can show it: without signs that its font lacks, the middle left out.
 
     It is for a `label`, which `legend` shows as it is, or for text without `parse_math`.
     """
     font, half = get_font(findfont(FontProperties())), (most - 3) // 2
-    whole = "".join(c if font.get_char_index(ord(c)) else escaped(c) for c in printable(text))
-    return whole if len(whole) <= most else f"{whole[:half]}...{whole[-half:]}"
+    drawable = "".join(c if font.get_char_index(ord(c)) else escape(c) for c in printable(text))
+    return drawable if len(drawable) <= most else f"{drawable[:half]}...{drawable[-half:]}"
 
 
 def label(text: str) -> str:
     """Return the label of a curve; the blank, which `legend` drops, lets it begin with ``_``."""
-    return f" {shown(text)}"
+    return f" {fit_text(text)}"
 
 
 def dress(axes: Axes, *, x: str = "", y: str = "") -> None:
@@ -140,10 +140,10 @@ def save_figure(figure: Figure, path: Path) -> Path:
     return path
 
 
-def draw(figure: Figure, kind: str = "png") -> bytes:
+def draw(figure: Figure, file_type: str = "png") -> bytes:
     """Return the content of a figure's file, a PNG or an SVG."""
     content = io.BytesIO()
-    same: Any = {"Date": None, "Creator": None} if kind == "svg" else None  # for the same figure
+    metadata: Any = None if file_type != "svg" else {"Date": None, "Creator": None}  # same bytes
     with rc_context({"svg.hashsalt": "gear-offline"}):
-        figure.savefig(content, format=kind, dpi=DPI, metadata=same)
+        figure.savefig(content, format=file_type, dpi=DPI, metadata=metadata)
     return content.getvalue()

@@ -149,7 +149,7 @@ class Progress(Closing):
             say(line, quiet=self._quiet)
 
     @contextmanager
-    def paused(self, doing: str) -> Iterator[None]:
+    def pause(self, doing: str) -> Iterator[None]:
         """Show that something else runs, whose time does not count for the rate."""
         began, self._doing = time.monotonic(), f", {doing}"
         if self._live is None:
@@ -192,8 +192,8 @@ class Progress(Closing):
         if rate > 0:
             speed = size_text(int(rate)) if self._unit == "bytes" else f"{short(rate)} {self._unit}"
             if self._done < self.total:
-                left = timedelta(seconds=round((self.total - self._done) / rate))
-                remarks.append(f"{left} left")
+                remaining = timedelta(seconds=round((self.total - self._done) / rate))
+                remarks.append(f"{remaining} left")
             remarks.append(f"{speed}/s")
         return remarks + [f"{name} {value}" for name, value in self._facts.items()]
 

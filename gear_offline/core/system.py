@@ -27,8 +27,8 @@ _CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 def usable_cores() -> int:
     """Return the processor cores that this process may use; a cgroup's share is rounded up."""
-    known = hasattr(os, "sched_getaffinity")
-    cores = [len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1]
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = [len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1]
     for group in _own_groups():
         with suppress(OSError, ValueError):  # the root has no such file, "max" is no limit
             share, period = map(int, (group / "cpu.max").read_text().split())
@@ -38,7 +38,7 @@ def usable_cores() -> int:
 
 def available_bytes() -> int:
     """Return the least of what the machine and the cgroups above this process leave."""
-    left = [int(psutil.virtual_memory().available)]
+    limits = [int(psutil.virtual_memory().available)]
     for group in _own_groups():
         with suppress(OSError, ValueError):  # the root has no such files, "max" is no limit
             limit = int((group / "memory.max").read_text())
@@ -47,8 +47,8 @@ def available_bytes() -> int:
             # Cached files count as used there, and are dropped when memory is asked for.
             caches = stat.get("inactive_file", 0) + stat.get("active_file", 0)
             used = int((group / "memory.current").read_text()) - caches
-            left.append(max(limit - used, 0))
-    return min(left)
+            limits.append(max(limit - used, 0))
+    return min(limits)
 
 
 def check_available(nbytes: int) -> None:
@@ -69,8 +69,8 @@ def torch_alone(name: str, *, quiet: bool) -> Iterator[None]:
     trainings would each take a part.
     """
     if not _TORCH.acquire(blocking=False):
-        what = f"{name}: waits for the training in another thread: torch has one source of random "
-        say(f"{what}numbers a process; processes, or go.sweep, train side by side", quiet=quiet)
+        line = f"{name}: waits for the training in another thread: torch has one source of random "
+        say(f"{line}numbers a process; processes, or go.sweep, train side by side", quiet=quiet)
         _TORCH.acquire()
     try:
         yield
@@ -112,9 +112,9 @@ _version = cache(version)  # parsing a package's metadata takes milliseconds
 
 @cache
 def _commit() -> str:
-    """Return the commit that GEAR_OFFLINE_COMMIT tells, of this file's checkout, or of pip's."""
-    if told := os.environ.get("GEAR_OFFLINE_COMMIT"):  # of a copy without .git
-        return told
+    """Return the commit of this code: by GEAR_OFFLINE_COMMIT, its checkout, or pip's record."""
+    if commit := os.environ.get("GEAR_OFFLINE_COMMIT"):  # of a copy without .git
+        return commit
     root = Path(__file__).parents[2]
     if (root / ".git").exists():
         ask = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]

@@ -68,18 +68,18 @@ def interval_text(
 
 def told_apart(values: Sequence[float]) -> list[str]:
     """Return numbers for a table: exact, but long ones `short` if all stay different."""
-    whole = [f"{float(value) + 0.0:,}".removesuffix(".0") for value in values]
-    pairs = zip(whole, values, strict=True)
+    exact = [f"{float(value) + 0.0:,}".removesuffix(".0") for value in values]
+    pairs = zip(exact, values, strict=True)
     brief = [text if len(text) <= LONGEST_NUMBER else short(value) for text, value in pairs]
-    return brief if len(set(brief)) == len(set(whole)) else whole
+    return brief if len(set(brief)) == len(set(exact)) else exact
 
 
 def printable(text: str) -> str:
     """Return `text` with escapes in place of what would steer a terminal or begin a line."""
-    return "".join(c if c.isprintable() else escaped(c) for c in text)
+    return "".join(c if c.isprintable() else escape(c) for c in text)
 
 
-def escaped(character: str) -> str:
+def escape(character: str) -> str:
     """Return a character as Python writes it: ``\\n``, ``\\x1b``, ``\\u202e``."""
     return character.encode("unicode_escape").decode("ascii")
 
@@ -89,7 +89,7 @@ def markdown(text: str) -> str:
     return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", printable(text))
 
 
-def typed(path: str | os.PathLike[str]) -> str:
+def quote(path: str | os.PathLike[str]) -> str:
     """Return a path as one types it in a shell, for a command that a remedy names."""
     return shlex.quote(os.fspath(path))
 
@@ -114,12 +114,12 @@ def show_error(code: str, message: str) -> None:
     print(f"error[{code}]: {line}", file=sys.stderr)
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Return a value as YAML or JSON gives it back: of NumPy's arrays, tuples, paths too."""
     if isinstance(value, Mapping):
-        return {str(key): plain(part) for key, part in value.items()}
+        return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(part) for part in value]
+        return [to_plain(item) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value.tolist() if hasattr(value, "tolist") else value
@@ -129,7 +129,7 @@ def finite(value: Any) -> Any:
     """Return `value` for strict JSON: NaN and infinities are None, paths are text."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
-    value = plain(value)
+    value = to_plain(value)
     if isinstance(value, list):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and value - value != 0.0 else value

@@ -31,7 +31,7 @@ from typing import Any
 
 from gear_offline import __version__
 from gear_offline.core.files import Closing
-from gear_offline.core.parts import admit_digests, admitted
+from gear_offline.core.parts import admit_digests, get_admitted
 from gear_offline.core.text import first_line
 from gear_offline.errors import GearError, UnavailableError, package_needed
 
@@ -77,9 +77,9 @@ class Worker(Closing):
         if threads is not None:
             variables["OMP_NUM_THREADS"] = str(threads)
         # readable, for `multiprocessing.connection.wait`, when `receive` does not have to wait
-        self.connection, other = Pipe()
+        self.connection, child_end = Pipe()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
-        arguments = [str(other.fileno()), str(os.getpid())]
+        arguments = [str(child_end.fileno()), str(os.getpid())]
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "gear_offline.core.workers", *arguments],
@@ -87,7 +87,7 @@ class Worker(Closing):
                 stdout=self._output,
                 stderr=self._output,
                 env={**os.environ, **variables},
-                pass_fds=[other.fileno()],
+                pass_fds=[child_end.fileno()],
                 start_new_session=True,
             )
         except OSError as error:
@@ -96,7 +96,7 @@ class Worker(Closing):
             problem = f"a worker process cannot be started: {error.strerror or error}"
             raise GearError(LOST, problem, remedy="use fewer workers") from error
         finally:
-            other.close()
+            child_end.close()
         self.pid = self._process.pid
         self.busy = False  # whether a job was started and its result has not been received
 
@@ -104,7 +104,7 @@ class Worker(Closing):
         """Begin a job: ``module:function``, called with a `Caller` and `arguments`."""
         assert not self.busy, "one job at a time"
         self.busy = True
-        self.send((function, arguments, admitted()))
+        self.send((function, arguments, get_admitted()))
 
     def send(self, message: Any) -> None:
         """Send to the running job, which takes it with `Caller.receive`."""
@@ -185,7 +185,7 @@ class Pool(Closing):
         In place of a value stands the `GearError` of a job that failed: ``WORKER_LOST`` where its
         process is gone.
         """
-        return [(self._running.pop(key), value) for key, value in self._ended(seconds)]
+        return [(self._running.pop(key), value) for key, value in self._collect(seconds)]
 
     def run(
         self,
@@ -227,7 +227,7 @@ class Pool(Closing):
     def _begin(self, function: str, arguments: tuple[Any, ...]) -> Any: ...
 
     @abstractmethod
-    def _ended(self, seconds: float | None) -> Iterator[tuple[Any, Any]]: ...
+    def _collect(self, seconds: float | None) -> Iterator[tuple[Any, Any]]: ...
 
 
 class WorkerPool(Pool):
@@ -247,7 +247,7 @@ class WorkerPool(Pool):
             raise
         return worker
 
-    def _ended(self, seconds: float | None) -> Iterator[tuple[Worker, Any]]:
+    def _collect(self, seconds: float | None) -> Iterator[tuple[Worker, Any]]:
         workers = {worker.connection: worker for worker in self._running}
         for connection in wait(list(workers), seconds):
             worker = workers[connection]
@@ -317,15 +317,12 @@ class RayPool(Pool):
         self.node_cpus = min(filter(None, cpus), default=1)
         self.share(workers if workers > 1 else self.cpus)
 
-    def device(self, asked: str) -> str:
-        """Return ``"cuda"`` or ``"cpu"``: what ``"auto"`` or another device is on these nodes."""
-        if asked.startswith("cuda") and not self.gpus:
-            problem, remedy = (
-                f"{asked} was asked for, and no node has a GPU",
-                "use device=auto or cpu",
-            )
-            raise UnavailableError("DEVICE", problem, "Ray", remedy)
-        return "cuda" if self.gpus and asked != "cpu" else "cpu"
+    def device(self, name: str) -> str:
+        """Return ``"cuda"`` or ``"cpu"`` for a device's name, or ``"auto"``, on these nodes."""
+        if name.startswith("cuda") and not self.gpus:
+            problem = f"{name} was asked for, and no node has a GPU"
+            raise UnavailableError("DEVICE", problem, "Ray", "use device=auto or cpu")
+        return "cuda" if self.gpus and name != "cpu" else "cpu"
 
     def share(self, workers: int, *, cpus: int = 1, device: str = "cpu") -> None:
         """Let up to `workers` tasks run at a time, each with so many CPUs and its share of GPUs."""
@@ -333,13 +330,13 @@ class RayPool(Pool):
         gpus = min(1, self.gpus / workers) if device == "cuda" else 0
         self._options = {"num_cpus": min(cpus, self.node_cpus), "num_gpus": gpus}
 
-    def check(self, place: Path) -> None:
+    def check(self, folder: Path) -> None:
         """Refuse nodes that do not see the folder `place` as it is here; ``SYSTEM``."""
         with ExitStack() as stack:
-            token = place.absolute()
+            token = folder.absolute()
             with suppress(OSError):  # a folder that is only read has to be there, no more
-                new = tempfile.NamedTemporaryFile(dir=token, prefix=".seen-")  # noqa: SIM115
-                token = Path(stack.enter_context(new).name)
+                probe = tempfile.NamedTemporaryFile(dir=token, prefix=".seen-")  # noqa: SIM115
+                token = Path(stack.enter_context(probe).name)
             looks = [
                 self._remote(
                     (f"{__name__}:look_at", (token,), {}),
@@ -349,11 +346,12 @@ class RayPool(Pool):
                 for node in self._nodes
             ]
             for node, look in zip(self._nodes, looks, strict=True):
-                seen = self._value(look)
-                if seen != __version__:
-                    why = seen.problem if isinstance(seen, GearError) else f"gear-offline {seen}"
+                answer = self._value(look)
+                if answer != __version__:
+                    is_error = isinstance(answer, GearError)
+                    why = answer.problem if is_error else f"gear-offline {answer}"
                     host = node["NodeManagerHostname"]
-                    problem = f"node {host} does not see this one's {place}: {why}"
+                    problem = f"node {host} does not see this one's {folder}: {why}"
                     remedy = "work in a folder that all nodes share, with one gear-offline"
                     raise UnavailableError("SYSTEM", problem, remedy=remedy)
 
@@ -362,9 +360,9 @@ class RayPool(Pool):
         return task.remote(os.getcwd(), pickle.dumps(job))
 
     def _begin(self, function: str, arguments: tuple[Any, ...]) -> Any:
-        return self._remote((function, arguments, admitted()), **self._options)
+        return self._remote((function, arguments, get_admitted()), **self._options)
 
-    def _ended(self, seconds: float | None) -> Iterator[tuple[Any, Any]]:
+    def _collect(self, seconds: float | None) -> Iterator[tuple[Any, Any]]:
         ready, _ = self._ray.wait(list(self._running), num_returns=1, timeout=seconds)
         for task in ready:
             yield task, self._value(task)

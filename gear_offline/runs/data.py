@@ -22,7 +22,7 @@ from gear_offline.config.sections import CollectSettings, DataSettings, PlaySett
 from gear_offline.core.files import check_folder, turn_of
 from gear_offline.core.hub import is_there
 from gear_offline.core.parts import is_same
-from gear_offline.core.text import count_text, say, typed
+from gear_offline.core.text import count_text, quote, say
 from gear_offline.data.convert.conversion import convert
 from gear_offline.data.convert.edits import options_text
 from gear_offline.data.convert.record import find_changes
@@ -111,7 +111,7 @@ def _make(data: DataSettings, path: Path, *, quiet: bool) -> None:
     source = data.source
     if data.collect is not None:
         source = str(_collect(data.collect, path.with_name(path.name + ".hdf5"), quiet))
-    say(f"converting {typed(source or '')} to {typed(path)}", quiet=quiet)
+    say(f"converting {quote(source or '')} to {quote(path)}", quiet=quiet)
     convert(source or "", path, columns=data.columns, quiet=quiet)
 
 
@@ -173,10 +173,10 @@ def _collect(settings: CollectSettings, file: Path, quiet: bool) -> Path:
     if file.exists():
         with open_source(file) as source:
             _check_collected(settings, source.info.attributes.get("attributes"), "file", file)
-        say(f"using {typed(file)}, which was collected before", quiet=quiet)
+        say(f"using {quote(file)}, which was collected before", quiet=quiet)
         return file
     steps = count_text(settings.steps, "step")
-    say(f"collecting {steps} of {settings.environment} in {typed(file)}", quiet=quiet)
+    say(f"collecting {steps} of {settings.environment} in {quote(file)}", quiet=quiet)
     check_folder(file.parent, output=file)
     file.parent.mkdir(parents=True, exist_ok=True)
     # refuses a module that only a run names

@@ -18,7 +18,7 @@ from gear_offline.artifacts.checkpoint import (
 )
 from gear_offline.artifacts.json_lines import FILES, truncate_records
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.files import LOCK, HeldDirectory, unusable, write_file
+from gear_offline.core.files import LOCK, HeldDirectory, place_error, write_file
 from gear_offline.errors import InputError, given_path
 
 NEGLIGIBLE = {LOCK, ".recipe.yaml.partial"}  # a kill leaves them before the run has begun
@@ -77,7 +77,7 @@ def _has_content(path: Path) -> bool:
 def check_place(path: Path, *, resume: bool) -> None:
     """Refuse a directory that is not a run's to write."""
     if path.exists() and not path.is_dir():
-        raise unusable(path, "not a directory")
+        raise place_error(path, "not a directory")
     if not is_run(path) and _has_content(path):
         problem = "the directory is not empty and holds no run"
         remedy = "move what is there away, or train into another directory: --out"
@@ -99,7 +99,7 @@ class RunDirectory(HeldDirectory):
         check_place(path, resume=resume)
         self._is_new, self.checkpoints = not is_run(path), path / "checkpoints"
         problem, remedy = "another process is writing this run", "wait for it, or train elsewhere"
-        super().__init__(path, taken=InputError("RUN_LOCKED", problem, str(path), remedy))
+        super().__init__(path, in_use=InputError("RUN_LOCKED", problem, str(path), remedy))
         try:
             check_place(path, resume=resume)  # another process may have begun a run meanwhile
         except InputError:

@@ -369,7 +369,7 @@ class RunEvaluations(Closing):
             self._saver.close()  # the checkpoint is whole now, or given up
             self._saver.check()
             self._drop_given_up()
-            with self._progress.paused("evaluating"):
+            with self._progress.pause("evaluating"):
                 self._local.turn(self._stop)
             if not report.done():
                 self._progress.say(f"step {step:,}: not evaluated, stopped; --resume does it")

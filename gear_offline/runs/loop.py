@@ -24,7 +24,7 @@ from gear_offline.core.files import Closing, write_error
 from gear_offline.core.interruption import StopRequest
 from gear_offline.core.progress import Progress
 from gear_offline.core.system import torch_alone
-from gear_offline.core.text import say, typed
+from gear_offline.core.text import quote, say
 from gear_offline.core.torch_state import torch_threads
 from gear_offline.distributed.world import World, current, open_world, rank_device, resolve_device
 from gear_offline.errors import GearError
@@ -284,7 +284,7 @@ class LiveRun(Closing):
         if signal and not self.is_complete:
             self.saver.wait()
             problem = f"stopped by {signal} after step {self.learner.step:,}, a checkpoint is saved"
-            remedy = f"go on with `gear-offline train {typed(self.path)} --resume`"
+            remedy = f"go on with `gear-offline train {quote(self.path)} --resume`"
             raise TrainingInterrupted("INTERRUPTED", problem, str(self.path), remedy)
 
     def finish(self) -> Iterator[bool]:

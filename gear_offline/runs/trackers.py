@@ -26,7 +26,7 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.config.sections import TrainSettings
 from gear_offline.core.files import write_file
 from gear_offline.core.parts import calling_part, find_part
-from gear_offline.core.text import first_line, say, told_apart, typed
+from gear_offline.core.text import first_line, quote, say, told_apart
 from gear_offline.errors import InputError
 from gear_offline.runs.callbacks import Callback
 from gear_offline.runs.checks import TRACKERS, check_trackers
@@ -203,7 +203,7 @@ class Tracking(Callback):
         except (Exception, SystemExit) as error:
             self._tracker = None
             problem = f"{self.name} failed and is told no more ({first_line(error)})"
-            later = f"`gear-offline sync {typed(run.path)} --tracker {self.name}` sends the rest"
+            later = f"`gear-offline sync {quote(run.path)} --tracker {self.name}` sends the rest"
             say(f"warning: {problem}; training goes on; {later}")
 
 

@@ -23,7 +23,7 @@ from gear_offline.config.recipe import Recipe, load_recipe, recipe_option
 from gear_offline.core.parts import is_importable
 from gear_offline.core.progress import Progress
 from gear_offline.core.system import usable_cores
-from gear_offline.core.text import count_text, first_line, plain, say
+from gear_offline.core.text import count_text, first_line, say, to_plain
 from gear_offline.core.workers import Caller, RayPool, WorkerPool
 from gear_offline.distributed import read_rank_and_size
 from gear_offline.distributed.world import resolve_device
@@ -140,7 +140,7 @@ def option_values(
         return parse_options([options] if isinstance(options, str) else options)
     return {
         key: values if isinstance(values, list) and not _is_one(recipe, key, values) else [values]
-        for key, values in ((key, plain(value)) for key, value in options.items())
+        for key, values in ((key, to_plain(value)) for key, value in options.items())
     }
 
 

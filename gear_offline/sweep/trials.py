@@ -25,7 +25,7 @@ from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.strict_yaml import dump_yaml, parse_yaml, typed_value, whole_number
 from gear_offline.core.files import LOCK, HeldDirectory, check_folder, read_regular, write_file
 from gear_offline.core.parts import is_part
-from gear_offline.core.text import first_line, plain
+from gear_offline.core.text import first_line, to_plain
 from gear_offline.errors import InputError, given_path
 
 MOST_TRIALS = 10_000
@@ -120,7 +120,7 @@ def parse_options(overrides: Sequence[str]) -> dict[str, list[Any]]:
 
 def parse_seeds(seeds: Seeds, first: int = 0) -> list[Any]:
     """Return the seeds of a number of them (8, from `first` on) or of a list: ``"3,5,8..10"``."""
-    value = whole_number(plain(seeds))
+    value = whole_number(to_plain(seeds))
     if isinstance(value, str) and not value.strip().isdecimal():
         spans = [_SPAN.fullmatch(item.strip()) for item in value.split(",") if item.strip()]
         ranges = [range(int(span[1]), int(span[2] or span[1]) + 1) for span in spans if span]
@@ -201,7 +201,7 @@ class SweepDirectory:
         problem, remedy = "another process is running this sweep", "wait for it, or choose another"
         error = InputError("RUN_LOCKED", problem, str(self.path), f"{remedy} directory with --out")
         self.check()
-        return HeldDirectory(self.path, taken=error)
+        return HeldDirectory(self.path, in_use=error)
 
     def check(self) -> None:
         """Refuse a place that is no folder, or holds something else."""

@@ -16,7 +16,7 @@ from gear_offline.artifacts.records import read_evaluations
 from gear_offline.batches.tables.joint import TableData
 from gear_offline.core.files import write_error
 from gear_offline.core.progress import Progress
-from gear_offline.core.text import first_line, typed
+from gear_offline.core.text import first_line, quote
 from gear_offline.errors import GearError, is_out_of_memory
 from gear_offline.evaluation.environments import Pack
 from gear_offline.sweep.results import is_played, steps_done
@@ -81,7 +81,7 @@ def run_errors(name: str, path: Path, device: torch.device) -> Iterator[None]:
         if is_out_of_memory(error):
             remedy = "fewer runs at a time (sweep --parallel), or a smaller model or batch"
             raise GearError("MEMORY", f"out of memory: {first}", name, remedy) from error
-        remedy = f"`gear-offline train {typed(path)} --resume --debug` shows where"
+        remedy = f"`gear-offline train {quote(path)} --resume --debug` shows where"
         raise GearError("INTERNAL", f"{type(error).__name__}: {first}", name, remedy) from error
 
 

@@ -30,7 +30,7 @@ from gear_offline.config.problems import problem_text
 from gear_offline.config.recipe import strategies_in
 from gear_offline.config.strict_yaml import parse_yaml
 from gear_offline.core.parts import admit, calling_part, find_part, part_name
-from gear_offline.core.text import plain
+from gear_offline.core.text import to_plain
 from gear_offline.core.types import BoolArray
 from gear_offline.data.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
@@ -132,7 +132,7 @@ def resolve_options(name: object, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return all options of a strategy, checked; needs no data."""
     spec = find_strategy(name)
     try:
-        checked = spec.options.model_validate(plain(dict(options))).model_dump()
+        checked = spec.options.model_validate(to_plain(dict(options))).model_dump()
         spec.check(checked)
         return checked
     except ValueError as error:

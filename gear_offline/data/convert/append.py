@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gear_offline.config.arguments import check_arguments
-from gear_offline.core.files import new_part, write_all, writing
+from gear_offline.core.files import new_hidden_file, write_all, writing
 from gear_offline.core.types import Array, BoolArray
 from gear_offline.data.dataset.growing import INCOMING, MAX_PIECE_BYTES, piece_returns, too_large
 from gear_offline.data.dataset.manifest import Manifest
@@ -94,7 +94,7 @@ class Appender:
             self._folder.mkdir(exist_ok=True)
             # Durable before it has its name: a learner admits only what a power cut leaves.  The
             # name is not synced, which costs as much again and saves only the last seconds' pieces.
-            with new_part(path) as (temporary, file):
+            with new_hidden_file(path) as (temporary, file):
                 write_all(file.fileno(), content)
                 os.fsync(file.fileno())
                 temporary.rename(path)

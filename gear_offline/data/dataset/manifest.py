@@ -22,7 +22,7 @@ from pydantic import Field, PlainSerializer, PlainValidator, model_validator
 
 from gear_offline.core.files import open_regular, read_regular
 from gear_offline.core.hub import is_hub
-from gear_offline.core.text import count_text, first_line, texts, typed
+from gear_offline.core.text import count_text, first_line, quote, texts
 from gear_offline.data.dataset.schema import ColumnSpec, TableSpec
 from gear_offline.data.dataset.scores import ReferenceScores, dataset_file
 from gear_offline.data.dataset.shard import (
@@ -382,7 +382,7 @@ def _no_dataset(path: Path) -> InputError:
         problem, source = "a dataset is a directory, this is a file", str(path)
     elif not os.access(path, os.R_OK):
         problem = "cannot open the dataset: permission denied"
-    remedy = f"check the path, or make one with gear-offline convert {typed(source)} OUT"
+    remedy = f"check the path, or make one with gear-offline convert {quote(source)} OUT"
     return InputError("DATASET_NOT_FOUND", problem, str(path), remedy)
 
 
