@@ -262,23 +262,19 @@ class _Steps:
         return count
 
     def findings(self) -> Iterator[Finding]:
-        what = (
-            "inside episodes go|goes farther than the data's own steps: an episode boundary may be "
-        )
+        problem = "inside episodes go|goes farther than the data's own steps: an episode boundary "
+        problem += "may be missing before"
         jumps, unlike = self._jumps, self._unlike
-        yield from _make_findings(
-            "boundary", jumps.first, what + "missing before", count=jumps.count
-        )
-        what = "show|shows another observation than next_observations of the step before"
-        yield from _make_findings("boundary", unlike.first, what, count=unlike.count)
+        yield from _make_findings("boundary", jumps.first, problem, count=jumps.count)
+        problem = "show|shows another observation than next_observations of the step before"
+        yield from _make_findings("boundary", unlike.first, problem, count=unlike.count)
         shares = np.atleast_1d(self._clipped) / self._data.spec.steps
-        what = f"of actions lie|lies on an extreme in up to {shares.max():.0%} of the steps"
-        yield from _make_findings("clipped", np.flatnonzero(shares > CLIPPED_SHARE), what)
+        problem = f"of actions lie|lies on an extreme in up to {shares.max():.0%} of the steps"
+        yield from _make_findings("clipped", np.flatnonzero(shares > CLIPPED_SHARE), problem)
         for name, first in self._outliers.items():
-            what = (
-                f"of {name} reach|reaches more than {OUTLIER:g} standard deviations from the mean"
-            )
-            yield from _make_findings("outlier", first.values(), what)
+            problem = f"of {name} reach|reaches more than {OUTLIER:g} standard deviations from "
+            problem += "the mean"
+            yield from _make_findings("outlier", first.values(), problem)
         times = Counter(self.digests.done)
         several = [e for e, digest in enumerate(self.digests.done) if times[digest] > 1]
         yield from _make_findings("repeated", several, "are|is in the dataset more than once")
@@ -298,8 +294,8 @@ def _endings(data: Dataset) -> Iterator[Finding]:
     source, lengths = data.manifest.source, data.episodes.lengths
     names = [column.name for column in data.spec]
     odd = odd_episodes(lengths, data.terminated, source.rule, source.attributes, names)
-    for episodes, what, remedy in odd:
-        for finding in _make_findings("ending", episodes, what):
+    for episodes, problem, remedy in odd:
+        for finding in _make_findings("ending", episodes, problem):
             yield replace(finding, remedy=f"convert it again: {remedy}")
     if lengths[-1] == source.attributes.get("unfinished_tail_steps"):
         yield from _make_findings(
@@ -327,24 +323,24 @@ def _bounds(data: Dataset) -> Iterator[Finding]:
         return
     beyond = np.flatnonzero((low < least - 1e-6) | (high > most + 1e-6))
     if beyond.size:
-        what = f"of actions reach|reaches {low[beyond].min():.4g} to {high[beyond].max():.4g}; "
-        what += f"{data.environment_id} takes {least.min():g} to {most.max():g}"
-        yield from _make_findings("bounds", beyond, what)
+        problem = f"of actions reach|reaches {low[beyond].min():.4g} to {high[beyond].max():.4g}; "
+        problem += f"{data.environment_id} takes {least.min():g} to {most.max():g}"
+        yield from _make_findings("bounds", beyond, problem)
 
 
 def _make_findings(
-    check: str, places: Iterable[Any], what: str, *, count: int | None = None
+    check: str, places: Iterable[Any], problem: str, *, count: int | None = None
 ) -> Iterator[Finding]:
     """Yield a finding for `places` (numbers or tuples) or a `count`, if there are any.
 
-    Of the first verb ``PLURAL|SINGULAR`` in `what` the one that the count takes stays.
+    Of the first verb ``PLURAL|SINGULAR`` in `problem` the one that the count takes stays.
     """
     every = [location if isinstance(location, tuple) else (int(location),) for location in places]
     if count := len(every) if count is None else count:
         (noun, remedy), first = CHECKS[check], tuple(every[:EXAMPLES])
-        what = re.sub(r"(\w+)\|(\w+)", r"\2" if count == 1 else r"\1", what, count=1)
-        what = f"{count_text(count, noun)} {what}"
-        yield Finding(check=check, what=what, remedy=remedy, count=count, places=first)
+        problem = re.sub(r"(\w+)\|(\w+)", r"\2" if count == 1 else r"\1", problem, count=1)
+        problem = f"{count_text(count, noun)} {problem}"
+        yield Finding(check=check, what=problem, remedy=remedy, count=count, places=first)
 
 
 def _moves(observations: Array) -> Float64Array:

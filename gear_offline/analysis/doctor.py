@@ -111,11 +111,11 @@ def diagnose() -> dict[str, Any]:
         _rdma(tried["pyverbs"], devices),
         Feature("mujoco", mujoco.works, tasks, mujoco.reason or "tried: works", install),
     ]
-    known = {name: ("core", f"pip install {name}") for name in CORE_PACKAGES} | OPTIONAL_PACKAGES
+    purposes = {name: ("core", f"pip install {name}") for name in CORE_PACKAGES} | OPTIONAL_PACKAGES
     packages = [
         {"name": name, "version": (version := package_version(name)), "core": name in CORE_PACKAGES}
         | {"for": purpose, "install": None if version else install}
-        for name, (purpose, install) in known.items()
+        for name, (purpose, install) in purposes.items()
     ]
     return {
         "gear_offline": gear_offline.__version__,
@@ -141,10 +141,10 @@ def print_diagnosis(diagnosis: Mapping[str, Any]) -> None:
     )
     features = Table("feature", "here", "what will run, and why", box=box.SIMPLE_HEAD)
     for row in diagnosis["features"]:
-        here = Text("yes", "green") if row["available"] else Text("no", "red")
+        mark = Text("yes", "green") if row["available"] else Text("no", "red")
         remedy = f"\n{row['install']}" if row["install"] else ""
         lines = Text(row["path"]).append(f"\n{row['reason']}", "dim").append(remedy, "cyan")
-        features.add_row(row["feature"], here, lines)
+        features.add_row(row["feature"], mark, lines)
     console.print(features)
     packages = Table("package", "version", "for", box=box.SIMPLE_HEAD)
     for row in diagnosis["packages"]:
@@ -234,7 +234,7 @@ def _rdma(verbs: Probe, devices: list[dict[str, str]]) -> Feature:
     if verbs.works and active:
         reason = f"pyverbs works; active devices: {', '.join(active)}"
         return Feature("rdma", True, "exchange between nodes by one-sided RDMA reads", reason)
-    shown = ", ".join(f"{device['name']} ({device['state']})" for device in devices) or "none"
-    reason = f"RDMA devices: {shown}; {'pyverbs works' if verbs.works else verbs.reason}"
+    text = ", ".join(f"{device['name']} ({device['state']})" for device in devices) or "none"
+    reason = f"RDMA devices: {text}; {'pyverbs works' if verbs.works else verbs.reason}"
     install = None if verbs.works or not devices else OPTIONAL_PACKAGES["pyverbs"][1]
     return Feature("rdma", False, "exchange between nodes by NCCL or gloo", reason, install)

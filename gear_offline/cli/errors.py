@@ -50,9 +50,9 @@ def tell(error: Exception, debug: bool) -> int:
 def tell_failures(failures: Sequence[tuple[str, str]], quiet: bool) -> None:
     """Exit with 1 if runs failed; print their errors, if `quiet` has kept them back."""
     for run, failure in failures if quiet else ():
-        code, _, what = failure.partition(": ")  # of training; of evaluations there is no code
-        code, what = (code, what) if code.isupper() else ("EVALUATION", failure)
-        show_error(code, f"{run}: {what}")
+        code, _, problem = failure.partition(": ")  # of training; of evaluations there is no code
+        code, problem = (code, problem) if code.isupper() else ("EVALUATION", failure)
+        show_error(code, f"{run}: {problem}")
     if failures:
         raise typer.Exit(1)
 
@@ -81,11 +81,11 @@ def _remedy(error: Exception, message: str) -> str:
 
 def _tell_system_error(error: OSError) -> None:
     """Tell an error of the system that no command has told in its own words."""
-    place = error.filename
-    if place is None:
-        place = "standard output, or a file without a name"
+    path = error.filename
+    if path is None:
+        path = "standard output, or a file without a name"
         with suppress(OSError, ValueError):  # or Python would try again at exit, and complain
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    shown, no_space = f"{error.strerror or error} ({place})", error.errno in NO_SPACE
-    code, what = ("OUTPUT_WRITE", "no space left") if no_space else ("SYSTEM", "the system says")
-    show_error(code, f"{what}: {shown}; {REMEDIES.get(error.errno or 0, CHECK)}")
+    detail, no_space = f"{error.strerror or error} ({path})", error.errno in NO_SPACE
+    code, problem = ("OUTPUT_WRITE", "no space left") if no_space else ("SYSTEM", "the system says")
+    show_error(code, f"{problem}: {detail}; {REMEDIES.get(error.errno or 0, CHECK)}")

@@ -71,8 +71,8 @@ def command(panel: str, *lines: str) -> Callable[[Callable[..., None]], Callable
     return lambda function: register(alone_on_stdout(function))
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(is_given: bool) -> None:
+    if is_given:
         print(f"gear-offline {go.__version__}")
         raise typer.Exit
 
@@ -128,7 +128,7 @@ def convert(
     """Convert a dataset to GEAR shards."""
     options = locals() | {"discrete": discrete or ()}
     if where:  # every one of them holds
-        options["where"] = " and ".join(f"({one})" for one in where) if where[1:] else where[0]
+        options["where"] = " and ".join(map("({})".format, where)) if where[1:] else where[0]
     go.convert(**options)
     from gear_offline.core.text import say
     from gear_offline.evaluation.environments import explain_unregistered
@@ -211,7 +211,7 @@ def export(
     "Data", "push data/mine hub:USER/NAME", "push runs/hopper-medium-s0 hub:USER/NAME --private"
 )
 def push(
-    what: Path = Argument(help="Dataset, run, checkpoint or policy folder."),
+    path: Path = Argument(help="Dataset, run, checkpoint or policy folder."),
     name: str = Argument(help="hub:USER/NAME, or hub:USER/NAME@BRANCH."),
     task: str | None = Option(None, help="The task to act in, of a run of several."),
     private: bool = Option(False, "--private", help="If it is made: for you alone."),
@@ -221,10 +221,10 @@ def push(
     from gear_offline.data.dataset.manifest import is_dataset
 
     pushed: Any
-    if is_dataset(what):
-        pushed = go.open_dataset(what, verify=False)
+    if is_dataset(path):
+        pushed = go.open_dataset(path, verify=False)
     else:
-        pushed = go.load_policy(what, task, device="cpu", model=model)
+        pushed = go.load_policy(path, task, device="cpu", model=model)
     show(pushed.push_to_hub(name, private=private))
 
 
@@ -271,11 +271,11 @@ def recipes_cp(
 @recipes_app.command("validate", epilog=examples("recipes validate mine.yaml train.steps=1e4"))
 def recipes_validate(recipe: RecipeName, overrides: list[str] = Overrides()) -> None:
     """Check a recipe and print it with every default filled in."""
-    whole = go.load_recipe(recipe, overrides)
+    checked = go.load_recipe(recipe, overrides)
     from gear_offline.runs.checks import check_recipe
 
-    check_recipe(whole, where=recipe)
-    print(whole.to_yaml(), end="")
+    check_recipe(checked, where=recipe)
+    print(checked.to_yaml(), end="")
 
 
 @command(
@@ -349,12 +349,12 @@ def act(
     quiet: Quiet = False,
 ) -> None:
     """Play while a run trains, and append what is seen to its dataset."""
-    asked = options(locals())
+    arguments = options(locals())
     from gear_offline.artifacts.checkpoint import no_run
 
     if not (run / "recipe.yaml").is_file():  # before torch is loaded
         raise no_run(run)
-    report = go.act(**asked)
+    report = go.act(**arguments)
     counts = f"{count_text(report.episodes, 'episode')} of {count_text(report.steps, 'step')}"
     line = f"{counts} appended"
     if report.mean_return is not None:
@@ -414,8 +414,8 @@ def sweep(
     if not (quiet or as_json):
         show(None, print_text=result.print)
     show(result.to_json(), as_json, lambda: print(result.path))
-    left = [trial for trial in result.trials if trial.problem or trial.status != "complete"]
-    tell_failures([(t.trial.name, t.problem or "INCOMPLETE: not all steps") for t in left], quiet)
+    failed = [trial for trial in result.trials if trial.problem or trial.status != "complete"]
+    tell_failures([(t.trial.name, t.problem or "INCOMPLETE: not all steps") for t in failed], quiet)
 
 
 app.add_typer(runs_app, name="runs", rich_help_panel="Compare")
@@ -498,15 +498,15 @@ def strategies(
     if not train and (seeds is not None or parallel is not None or exact or ray):
         problem = "--seeds, --parallel, --exact and --ray are for --train"
         raise InputError("USAGE", problem, remedy="add --train")
-    whole = go.load_recipe(recipe, overrides)
+    base = go.load_recipe(recipe, overrides)
     from gear_offline.analysis.sampling import parse_candidates
     from gear_offline.sweep.trials import parse_seeds
 
-    parse_candidates(strategies, whole)  # before torch is loaded
+    parse_candidates(strategies, base)  # before torch is loaded
     parse_seeds(seeds or 3)
     from gear_offline.analysis.page import print_comparison
 
-    folder = out or Path("runs") / f"{whole.name}-strategies"
+    folder = out or Path("runs") / f"{base.name}-strategies"
     how: dict[str, Any] = {"parallel": parallel, "exact": exact, "ray": ray, "quiet": quiet}
     how |= {"train": train, "seeds": seeds or 3}
     comparison = go.compare_strategies(recipe, overrides, strategies=strategies, out=folder, **how)
@@ -548,14 +548,14 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Predict memory, tiers, traffic and times of a recipe on a cluster."""
-    whole = go.load_recipe(recipe, overrides)
+    loaded = go.load_recipe(recipe, overrides)
     from gear_offline.analysis.planning.hardware import Cluster, load_hardware
     from gear_offline.analysis.planning.plan import plan as run
     from gear_offline.analysis.planning.plan import print_plan
     from gear_offline.analysis.planning.workload import make_workload
     from gear_offline.runs.checks import check_model
 
-    check_model(whole.model)
+    check_model(loaded.model)
     cluster = Cluster(
         nodes=nodes,
         gpus=gpus,
@@ -564,8 +564,8 @@ def plan(
         host_memory=host_memory,
         disk_rate=disk_rate,
     )
-    workload = make_workload(whole, data_bytes=data, columns=columns)
-    document = run(whole, workload, cluster)
+    workload = make_workload(loaded, data_bytes=data, columns=columns)
+    document = run(loaded, workload, cluster)
     show(document, as_json, lambda: print_plan(document))
 
 

@@ -59,8 +59,8 @@ def parse_count(text: str) -> int:
     except ValueError:
         count = 0.0
     if not (count.is_integer() and 1 <= count < 1 << 53):
-        what = f"{text[:40]!r} is not a whole number from 1 on"
-        raise BadParameter(f"{what}; write it like 100000, 1e5 or 100_000")
+        problem = f"{text[:40]!r} is not a whole number from 1 on"
+        raise BadParameter(f"{problem}; write it like 100000, 1e5 or 100_000")
     return int(count)
 
 
@@ -74,17 +74,17 @@ def parse_range(text: str) -> tuple[int, int]:
 
 def parse_list(text: str) -> list[str]:
     """Return the parts of a comma-separated list, at least one."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
         raise BadParameter(f"{text!r} names nothing")
-    return parts
+    return words
 
 
 def parse_pairs(text: str) -> dict[str, str]:
     """Return the pairs of ``"act=actions,obs=observations"``."""
-    parts = parse_list(text)
-    pairs = {old.strip(): new.strip() for old, _, new in (part.rpartition("=") for part in parts)}
-    if len(pairs) < len(parts) or not all(map(all, pairs.items())):
+    words = [word.rpartition("=") for word in parse_list(text)]
+    pairs = {before.strip(): after.strip() for before, _, after in words}
+    if len(pairs) < len(words) or not all(map(all, pairs.items())):
         raise BadParameter(f"{text!r} does not give names once each, as in a=b,c=d")
     return pairs
 
@@ -102,7 +102,7 @@ def parse_options(text: str) -> dict[str, Any]:
 def parse_numbers(text: str) -> list[float]:
     """Return the numbers of ``"3600,1800"``."""
     try:
-        return [float(part) for part in parse_list(text)]
+        return [float(word) for word in parse_list(text)]
     except ValueError:
         raise BadParameter(f"{text!r} is not a list of numbers such as 3600,1800") from None
 
@@ -189,9 +189,9 @@ def examples(*commands: str) -> str:
     return "\n".join(["[bold]Examples[/]", *(f"  gear-offline {command}" for command in commands)])
 
 
-def options(given: dict[str, Any]) -> dict[str, Any]:
+def options(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return a command's ``locals()`` as arguments of its function, which prints no JSON."""
-    return {name: value for name, value in given.items() if name != "as_json"}
+    return {name: value for name, value in arguments.items() if name != "as_json"}
 
 
 def show(

@@ -25,13 +25,13 @@ def check_arguments(
         names = list(signature(function).parameters)
 
         @wraps(function)
-        def checked(*arguments: P.args, **options: P.kwargs) -> R:
+        def call(*arguments: P.args, **options: P.kwargs) -> R:
             for name in options:
                 if name not in names:
                     raise _no_argument(function.__qualname__, name, names, recipe_option)
             return function(*arguments, **options)
 
-        return checked
+        return call
 
     return decorate
 

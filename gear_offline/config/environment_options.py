@@ -48,21 +48,21 @@ def options_name(options: Mapping[str, Any]) -> str:
 
 
 def beyond_bounds(options: Mapping[str, Any]) -> str | None:
-    """Say what of the options a file alone may not ask for; None if it may ask for all."""
+    """Describe an option that a file alone may not ask for; None if it may ask for all."""
     if len(json.dumps(options)) > MOST_TEXT:
         return f"they have more than {MOST_TEXT:,} characters"
-    options, seen = dict(options), set[str]()
+    options, names = dict(options), set[str]()
     options.pop("observation_columns", None)  # ours, and names only
     for wrapper in options.pop("additional_wrappers", None) or ():
         if not isinstance(wrapper, Mapping):
             return f"the wrapper {wrapper!r:.40} is no mapping"
         module, _, name = str(wrapper.get("entry_point")).partition(":")
-        if name in seen:
+        if name in names:
             return f"the wrapper {name} is there twice"
         # others are of modules that the user named, or refused
         if module.startswith("gymnasium.wrappers") and name not in WRAPPERS.split():
             return f"the wrapper {name} is none of the plain ones"
-        seen.add(name)
+        names.add(name)
         options[name] = wrapper.get("kwargs")
     return next(_beyond(options), None)
 
@@ -87,20 +87,20 @@ def typed_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
     return typed
 
 
-def _beyond(options: Mapping[str, Any], place: str = "") -> Iterator[str]:
-    """Yield what is too much, of options in each other."""
+def _beyond(options: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Describe the options that go beyond their bounds, nested ones too."""
     for name, value in options.items():
-        values, shown = [value], f"{place}{name}"
-        for part in values:  # which grows
-            if isinstance(part, Mapping):
-                yield from _beyond(part, f"{shown} ")
-            elif isinstance(part, list):
-                values += part
-            elif part in ENDLESS:
-                yield f"{shown} is {part}"
-            elif isinstance(part, str) and (not WORDS.fullmatch(part) or part == "human"):
-                yield f"{shown} is {part[:40]!r}, a path or a window"
-            elif isinstance(part, int | float):
+        values, label = [value], f"{prefix}{name}"
+        for item in values:  # which grows
+            if isinstance(item, Mapping):
+                yield from _beyond(item, f"{label} ")
+            elif isinstance(item, list):
+                values += item
+            elif item in ENDLESS:
+                yield f"{label} is {item}"
+            elif isinstance(item, str) and (not WORDS.fullmatch(item) or item == "human"):
+                yield f"{label} is {item[:40]!r}, a path or a window"
+            elif isinstance(item, int | float):
                 most = MOST.get(name, MOST_NUMBER)
-                if not abs(part) <= most:
-                    yield f"{shown} is {part:,}, beyond {most:,}"
+                if not abs(item) <= most:
+                    yield f"{label} is {item:,}, beyond {most:,}"

@@ -49,8 +49,8 @@ def copy_recipe(name: str, destination: str | os.PathLike[str] = ".") -> Path:
     text = source.read_text("utf-8")
     if is_of_run(source):  # nobody types names by copying them
         content = _read(source)
-        known = dict.fromkeys(sorted(named_parts(content)), "") | dict(content.get("parts") or {})
-        text = dump_yaml(content | {"parts": known})
+        digests = dict.fromkeys(sorted(named_parts(content)), "") | dict(content.get("parts") or {})
+        text = dump_yaml(content | {"parts": digests})
     text = re.sub(r"(?m)^name: .*$", f"name: {target.stem}", text, count=1)
     check_new_file(target)
     with writing(target):
@@ -60,13 +60,13 @@ def copy_recipe(name: str, destination: str | os.PathLike[str] = ".") -> Path:
 
 def apply_overrides(options: dict[str, Any], overrides: Overrides) -> dict[str, Any]:
     """Return nested `options` with dotted ones set: ``{"a.b": 1}``, or ``"a.b=1"``, one or many."""
-    merged, named = options, dict[str, Any]()
+    merged, overlay = options, dict[str, Any]()
     # another strategy or model drops the options that there are, so it comes first
     for key, value in sorted(_pairs(overrides), key=lambda pair: pair[0] not in KINDS):
-        for part in reversed(key.split(".")):
-            value = {part: value}
-        merged, named = _merge(merged, value), _merge(named, value)
-    return _give_way(options, named, merged)
+        for section in reversed(key.split(".")):
+            value = {section: value}
+        merged, overlay = _merge(merged, value), _merge(overlay, value)
+    return _give_way(options, overlay, merged)
 
 
 def with_value(overrides: Overrides, option: str, value: Any) -> Overrides:
@@ -125,15 +125,15 @@ def named_parts(options: Any) -> set[str]:
     Names under ``parts`` are of those who typed them before.
     """
     if isinstance(options, Mapping):
-        known, how = options.get("parts"), options.get("environment_options")
+        digests, how = options.get("parts"), options.get("environment_options")
         names = named_parts([value for key, value in options.items() if key != "parts"])
         names |= {options_name(how)} if isinstance(how, Mapping) else set()
-        return names - {*(known if isinstance(known, Mapping) else ())}
+        return names - {*(digests if isinstance(digests, Mapping) else ())}
     if isinstance(options, (list, tuple)):
         return set[str]().union(*map(named_parts, options))
     words: list[Any] = [options, *options.split(",")] if isinstance(options, str) else [options]
-    parts = [part_name(word.strip() if isinstance(word, str) else word) for word in words]
-    return {name for name in parts if is_part(name)}
+    part_names = [part_name(word.strip() if isinstance(word, str) else word) for word in words]
+    return {name for name in part_names if is_part(name)}
 
 
 def with_bases(path: Path, depth: int = 0) -> tuple[dict[str, Any], set[str]]:
@@ -173,9 +173,9 @@ def _beside(value: Any, folder: Path) -> Any:
         return {key: _beside(item, folder) for key, item in value.items()}
     if isinstance(value, list):
         return [_beside(item, folder) for item in value]
-    place = value.rpartition(":")[0] if is_part(value) else ""
-    is_there = place.endswith(".py") and (folder / place).is_file()
-    return f"{folder}{os.sep}{value}" if is_there and not os.path.isabs(place) else value
+    file = value.rpartition(":")[0] if is_part(value) else ""
+    is_there = file.endswith(".py") and (folder / file).is_file()
+    return f"{folder}{os.sep}{value}" if is_there and not os.path.isabs(file) else value
 
 
 def _pairs(overrides: Overrides) -> Iterator[tuple[str, Any]]:
@@ -201,9 +201,9 @@ def _merge(below: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     for key, value in top.items():
         under: Any = merged.get(key)
         sections = isinstance(under, dict) and isinstance(value, dict)
-        if sections and (kind := OWN_OPTIONS.get(key)) in value:  # each has its own options
+        if sections and (selector := OWN_OPTIONS.get(key)) in value:  # each has its own options
             default = "decision_transformer" if key == "model" else None
-            sections = is_same(value[kind], under.get(kind, default))
+            sections = is_same(value[selector], under.get(selector, default))
         merged[key] = _merge(under, value) if sections else value
     return merged
 
@@ -217,7 +217,7 @@ def _give_way(below: dict[str, Any], top: dict[str, Any], merged: dict[str, Any]
     tasks = [name for name in _at(below, "data", "tasks") if _at(merged, "data", "tasks", name)]
     for keys in (("data",), *(("data", "tasks", name) for name in tasks)):
         play_keys = keys if len(keys) > 1 else ("evaluate",)
-        before, named, now = (_at(options, *keys) for options in (below, top, merged))
+        before, given_data, now = (_at(options, *keys) for options in (below, top, merged))
         played, typed = _at(below, *play_keys), {*_at(top, *play_keys)}
         environment = _at(merged, *play_keys).get("environment")
         is_other = not is_same(environment, played.get("environment"))
@@ -225,17 +225,17 @@ def _give_way(below: dict[str, Any], top: dict[str, Any], merged: dict[str, Any]
         play = dict.fromkeys(typed - _at(top, *play_keys).keys())
         data, fallback = dict[str, Any](), before.get("fallback")
         makers = {name: before[name] for name in MAKERS if before.get(name)}
-        is_named = named.get("path") and not any(named.get(name) for name in MAKERS)
+        is_named = given_data.get("path") and not any(given_data.get(name) for name in MAKERS)
         if makers and (is_named or _made_of(now) != _made_of(before)):
             facts = {name: played[name] for name in PlaySettings.model_fields if name in played}
             fallback = makers | facts
-            data = dict.fromkeys(makers.keys() - named.keys())
+            data = dict.fromkeys(makers.keys() - given_data.keys())
             play |= dict.fromkeys(facts.keys() - typed)
-        if fallback and now and "fallback" not in named:
+        if fallback and now and "fallback" not in given_data:
             data["fallback"] = {n: v for n, v in fallback.items() if n not in typed}
         for section, options in ((keys, data), (play_keys, play)):
-            for part in reversed(section if options else ()):
-                options = {part: options}
+            for key in reversed(section if options else ()):
+                options = {key: options}
             merged = _merge(merged, options)
     return merged
 

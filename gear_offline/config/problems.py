@@ -49,9 +49,9 @@ _WORDS = {
 }
 
 
-def nearest(name: str, known: Sequence[str], *, cutoff: float = 0.7) -> str | None:
+def nearest(name: str, names: Sequence[str], *, cutoff: float = 0.7) -> str | None:
     """Return the entry of `known` that `name` was probably meant to be."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
     return close[0] if close else None
 
 
@@ -61,7 +61,7 @@ def dotted_fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         section = section_of(field.annotation)
         kinds = [settings for settings, _ in MODEL_KINDS.values()]
         sections = kinds if name == "model" else [section] if section else []
-        inner = [own for part in sections for own in dotted_fields(part, f"{prefix}{name}.")]
+        inner = [leaf for model in sections for leaf in dotted_fields(model, f"{prefix}{name}.")]
         yield from dict.fromkeys(inner) if section else [prefix + name] * bool(field.repr)
 
 
@@ -81,9 +81,9 @@ def guess_option(model: type[BaseModel], path: Sequence[str]) -> str | None:
         return ".".join([*path[:-1], of_a_task])
     # of several options of one name the one that stands highest
     highest = sorted(options, key=lambda option: option.count("."))
-    known = {option.rpartition(".")[2]: option for option in reversed(highest)}
-    known |= {option: option for option in options}
-    return known.get(nearest(".".join(path), options) or nearest(leaf, list(known)) or "")
+    by_name = {option.rpartition(".")[2]: option for option in reversed(highest)}
+    by_name |= {option: option for option in options}
+    return by_name.get(nearest(".".join(path), options) or nearest(leaf, list(by_name)) or "")
 
 
 def option_text(model: type[BaseModel], problem: Any) -> str:
@@ -92,31 +92,32 @@ def option_text(model: type[BaseModel], problem: Any) -> str:
     if problem["type"] == "extra_forbidden":
         while isinstance(got, dict) and len(got) == 1:  # trian: {steps: 5}, as trian.steps=5
             path, got = [*path, *map(str, got)], next(iter(got.values()))
-        kind = MODEL_KINDS.get(str(problem["loc"][1])) if path[0] == "model" else None
-        own = nearest(path[-1], list(kind[0].model_fields)) if kind and len(path) == 2 else None
-        name, guess = ".".join(path), f"model.{own}" if own else guess_option(model, path)
+        model_kind = MODEL_KINDS.get(str(problem["loc"][1])) if path[0] == "model" else None
+        fields = [*model_kind[0].model_fields] if model_kind and len(path) == 2 else []
+        near = nearest(path[-1], fields)
+        name, guess = ".".join(path), f"model.{near}" if near else guess_option(model, path)
         siblings = [o for o in dotted_fields(model) if o.startswith(".".join([*path[:-1], ""]))]
         hint = "`recipes validate` prints all there are"
         hint = f"there are {', '.join(siblings)}" if 0 < len(siblings) < 9 else hint
-        if parts := path[-1].split(".")[1:]:  # as on the command line
-            hint = f"nest it: {path[-1].replace('.', ': {')}: ...{'}' * len(parts)}"
+        if nested := path[-1].split(".")[1:]:  # as on the command line
+            hint = f"nest it: {path[-1].replace('.', ': {')}: ...{'}' * len(nested)}"
         hint = f"did you mean {guess!r}?" if guess not in (None, name) else hint
-        where = f" of {problem['loc'][1]}" if kind else ""
+        where = f" of {problem['loc'][1]}" if model_kind else ""
         return f"unknown option {name!r}{where}, {hint}"
     return problem_text(problem)
 
 
 def _place(problem: Any) -> list[str]:
     """Return the names on the way to an option, without the kind of its model."""
-    path = [str(part) for part in problem["loc"]]
+    path = [str(name) for name in problem["loc"]]
     return path[:1] + path[2:] if path[:1] == ["model"] and path[1:2] and path[1] in TAGS else path
 
 
 def problem_text(problem: Any) -> str:
     """Word pydantic's problem with a value: its place, what it must be, what it is."""
     cause = problem.get("ctx", {}).get("error")
-    text = cause.problem if isinstance(cause, InputError) else problem["msg"]
-    message = text.removeprefix("Value error, ").partition(" or instance of ")[0]
+    message = cause.problem if isinstance(cause, InputError) else problem["msg"]
+    message = message.removeprefix("Value error, ").partition(" or instance of ")[0]
     for term, plain in _WORDS.items():
         message = message.replace(term, plain)
     if problem["type"] not in ("value_error", "missing"):  # these two say what they got
@@ -125,8 +126,8 @@ def problem_text(problem: Any) -> str:
     if problem["type"] == "string_type" and type(problem["input"]) in (int, float, list, dict):
         message += f"""; a text of such characters has two quotes: {path}='"TEXT"'"""
     if path == "selection":
-        asked = problem["input"] if isinstance(problem["input"], str) else "top_percent:percent=10"
-        message += f"; write {selection_options(asked)}"
+        text = problem["input"] if isinstance(problem["input"], str) else "top_percent:percent=10"
+        message += f"; write {selection_options(text)}"
     return f"{path}: {message}" if path else message
 
 

@@ -81,20 +81,20 @@ class Recipe(Section):
         if problems := list(self._conflicts()):
             raise ValueError("; ".join(problems))
         # Nobody has typed a name, unless who makes the recipe says so: `parse`, `replace`.
-        known = {name: self.parts.get(name, "") for name in self.part_names}
+        digests = {name: self.parts.get(name, "") for name in self.part_names}
         self.parts.clear()
-        self.parts.update(known)
+        self.parts.update(digests)
         return self
 
     def _conflicts(self) -> Iterator[str]:
         model, loader, train = self.model, self.loader, self.train
         if isinstance(model, TransformerSettings) and model.hidden_size % model.heads:
             near = -(-model.hidden_size // model.heads) * model.heads
-            what = f"model.hidden_size must be a multiple of model.heads ({model.heads})"
-            yield f"{what}, got {model.hidden_size}: try {near}"
+            rule = f"model.hidden_size must be a multiple of model.heads ({model.heads})"
+            yield f"{rule}, got {model.hidden_size}: try {near}"
         if loader.batch_size % train.accumulate:
-            what = f"train.accumulate must divide loader.batch_size ({loader.batch_size})"
-            yield f"{what}, got {train.accumulate}"
+            rule = f"train.accumulate must divide loader.batch_size ({loader.batch_size})"
+            yield f"{rule}, got {train.accumulate}"
         if train.deterministic and train.compile == "on":
             yield "train.compile=on (it times kernels) and train.deterministic exclude each other"
         if model.max_timestep is not None and model.max_timestep < loader.context_length:
@@ -103,11 +103,11 @@ class Recipe(Section):
             yield f"model.max_timestep must be {need}, got {model.max_timestep}: {remedy}"
         if self.data.tasks and (train.init is not None or not model.takes_tasks):
             single = "policy=gaussian" if model.is_stochastic else f"kind={model.kind}"
-            named = f"model.{single}" if train.init is None else "train.init"
-            yield f"{named} is for one task, data.tasks names several"
+            option = f"model.{single}" if train.init is None else "train.init"
+            yield f"{option} is for one task, data.tasks names several"
         every, limiter = self.data.admit_every, self.data.limiter
         if every is not None and limiter and limiter.samples_per_insert:
-            low, high = limiter.allowed(0)
+            low, high = limiter.error_bounds(0)
             least = max(every * loader.batch_size, limiter.samples_per_insert)
             if high - low < 2 * least:
                 yield (
@@ -124,8 +124,8 @@ class Recipe(Section):
             yield "loader.goals and data.admit_every exclude each other: goals need fixed data"
         for leaf in PlaySettings.model_fields if self.data.tasks else ():
             if getattr(self.evaluate, leaf) is not None:
-                what = f"evaluate.{leaf} and data.tasks exclude each other"
-                yield f"{what}: say {leaf} in each task, as data.tasks.NAME.{leaf}"
+                rule = f"evaluate.{leaf} and data.tasks exclude each other"
+                yield f"{rule}: say {leaf} in each task, as data.tasks.NAME.{leaf}"
 
     def of_task(self, name: str) -> Recipe:
         """Return the recipe of one task alone, with what the tasks share."""
@@ -160,20 +160,19 @@ class Recipe(Section):
         """Names of environments' options that a file alone may not ask for."""
         tasks = list((self.data.tasks or {}).values())
         makers = [self.data.collect, *(task.collect for task in tasks)]
-        named = [self.evaluate.environment_options, *(task.environment_options for task in tasks)]
-        named += [maker.environment_options for maker in makers if maker is not None]
-        for options in filter(None, named):
+        players = [self.evaluate, *tasks, *(maker for maker in makers if maker is not None)]
+        for options in filter(None, (player.environment_options for player in players)):
             if beyond_bounds(options):
                 yield options_name(options)
 
     @property
     def part_names(self) -> tuple[str, ...]:
         """The parts that it names from elsewhere, each once."""
-        named = list(strategies_in(self.selection.model_dump()))
+        strategies = list(strategies_in(self.selection.model_dump()))
         for task in (self.data.tasks or {}).values():
-            named += strategies_in(task.selection.model_dump() if task.selection else {})
+            strategies += strategies_in(task.selection.model_dump() if task.selection else {})
         listed = (*self.train.trackers, *self.train.callbacks, *self._large_options)
-        names = (self.model.kind, *named, *self.environments, *listed)
+        names = (self.model.kind, *strategies, *self.environments, *listed)
         return tuple(dict.fromkeys(filter(is_part, names)))
 
     @property
@@ -226,8 +225,8 @@ class Recipe(Section):
             return cls.model_validate(value)
         except ValidationError as error:
             problems = error.errors(include_url=False)
-            what = "; ".join(option_text(cls, problem) for problem in problems)
-            raise InputError("RECIPE", what, where=where) from None
+            text = "; ".join(option_text(cls, problem) for problem in problems)
+            raise InputError("RECIPE", text, where=where) from None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the recipe as nested dicts and lists, every option present."""
@@ -239,8 +238,9 @@ class Recipe(Section):
 
     def typing(self, names: set[str]) -> Recipe:
         """Return a copy for which the user has typed names: `load_recipe` admits them."""
-        parts = {name: digest for name, digest in self.parts.items() if name not in names}
-        return self.model_copy(update={"parts": parts}) if len(parts) < len(self.parts) else self
+        digests = {name: digest for name, digest in self.parts.items() if name not in names}
+        has_typed = len(digests) < len(self.parts)
+        return self.model_copy(update={"parts": digests}) if has_typed else self
 
     def replace(self, overrides: Overrides) -> Recipe:
         """Return a copy with options changed by the user, given as for `load_recipe`.
@@ -302,23 +302,23 @@ def load_recipe(recipe: Recipe | str | os.PathLike[str], overrides: Overrides = 
     gear_offline.errors.InputError: [RECIPE] unknown option 'train.stepz', did you mean ...
     """
     if isinstance(recipe, Recipe):
-        whole = recipe.replace(overrides) if overrides else recipe
+        loaded = recipe.replace(overrides) if overrides else recipe
     else:
         name = recipe if isinstance(recipe, str) else Path(recipe)
-        whole = read_recipe(find_recipe(name), overrides, where=str(name))
-    if not (names := whole.part_names):
-        return whole
-    readmit(whole.trusted)
-    own = admit(name for name in names if name not in whole.parts)
-    return whole.model_copy(update={"parts": whole.trusted | own})
+        loaded = read_recipe(find_recipe(name), overrides, where=str(name))
+    if not (names := loaded.part_names):
+        return loaded
+    readmit(loaded.trusted)
+    new_digests = admit(name for name in names if name not in loaded.parts)
+    return loaded.model_copy(update={"parts": loaded.trusted | new_digests})
 
 
 def read_recipe(path: Path, overrides: Overrides = (), *, where: str = "") -> Recipe:
     """Read a recipe file; the parts that it names are not admitted."""
     options, typed = with_bases(path)
     options = {"name": path.stem, "description": ""} | options
-    whole = Recipe.read(apply_overrides(options, overrides), where=where or str(path))
-    return whole.typing(typed | named_parts(apply_overrides({}, overrides)))
+    loaded = Recipe.read(apply_overrides(options, overrides), where=where or str(path))
+    return loaded.typing(typed | named_parts(apply_overrides({}, overrides)))
 
 
 def strategies_in(options: Any) -> Iterator[str]:

@@ -145,12 +145,12 @@ def selection_options(text: str) -> str:
     return " ".join([f"selection.strategy={name}", *words])
 
 
-def _named(value: Any) -> Any:
+def _name_functions(value: Any) -> Any:
     """Return options with the names of functions in place of these."""
     if isinstance(value, Mapping):
-        return {key: _named(item) for key, item in value.items()}
+        return {key: _name_functions(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_named(item) for item in value]
+        return [_name_functions(item) for item in value]
     return part_name(value) if callable(value) else value
 
 
@@ -172,7 +172,7 @@ class SelectionSettings(Section):
     @model_validator(mode="before")
     @classmethod
     def _name_functions(cls, selection: Any) -> Any:
-        return _named({"strategy": selection} if callable(selection) else selection)
+        return _name_functions({"strategy": selection} if callable(selection) else selection)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class PlaySettings(Section):
 
 
 class FallbackSettings(PlaySettings):
-    """What a recipe makes, and how it plays it, in whose place others are named."""
+    """Data that a base makes, and their evaluation, where a recipe names other data."""
 
     source: Place | None = None
     """Source to convert."""
@@ -218,7 +218,7 @@ class StoredSettings(Section):
 
     @property
     def maker(self) -> StoredSettings | FallbackSettings:
-        """Return what makes `path` where it is missing."""
+        """The options that make `path` where it is missing."""
         return self if self.source or self.collect else self.fallback or self
 
     @model_validator(mode="after")
@@ -277,7 +277,7 @@ class LimiterSettings(Section):
             raise ValueError("samples_per_insert and error_buffer need each other")
         return self
 
-    def allowed(self, least: int) -> tuple[float, float]:
+    def error_bounds(self, least: int) -> tuple[float, float]:
         """Return the least and most of that error; of one number it counts from `least` inserts."""
         if isinstance(self.error_buffer, tuple):
             return self.error_buffer
@@ -526,9 +526,9 @@ def option_names(settings: Any) -> list[str]:
 
 
 def _model_tag(value: Any) -> str:
-    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
-    kind = "decision_transformer" if kind is None else str(kind)
-    return kind if kind in MODEL_KINDS else OWN_MODEL
+    model_kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    model_kind = "decision_transformer" if model_kind is None else str(model_kind)
+    return model_kind if model_kind in MODEL_KINDS else OWN_MODEL
 
 
 OWN_MODEL = "own"

@@ -32,10 +32,11 @@ def parse_yaml(text: str, *, where: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         problem, mark = f"{error.context or ''} {error.problem}", error.problem_mark
-        place = f"{where} line {mark.line + 1}, column {mark.column + 1}" if mark else where
+        location = f"{where} line {mark.line + 1}, column {mark.column + 1}" if mark else where
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        problem, place = " ".join(str(error).split())[:200], where
-    raise InputError("RECIPE", problem, place, "write plain `key: value` YAML, indented by spaces")
+        problem, location = " ".join(str(error).split())[:200], where
+    remedy = "write plain `key: value` YAML, indented by spaces"
+    raise InputError("RECIPE", problem, location, remedy)
 
 
 def typed_value(key: str, text: str) -> Any:

@@ -387,10 +387,10 @@ def own_lines(error: BaseException, libraries: tuple[str, ...] = ()) -> list[str
     ours = (*LOADERS, *(f"{PACKAGE.parent}/{n}/" for n in (PACKAGE.name, "models", "loaders")))
     lines: list[str] = []
     while cause is not None and not lines:
-        frames = reversed(traceback.extract_tb(cause.__traceback__))
-        foreign = [f for f in frames if not f.filename.startswith((*ours, *libraries))]
+        trace = reversed(traceback.extract_tb(cause.__traceback__))
+        foreign = [f for f in trace if not f.filename.startswith((*ours, *libraries))]
         foreign = [f for f in foreign if not f.filename.startswith(PACKAGES)] or foreign
-        shown = foreign[:LINES_SHOWN]
-        lines = [f"{quote(line.filename)}:{line.lineno} in {line.name}" for line in shown]
+        frames = foreign[:LINES_SHOWN]
+        lines = [f"{quote(frame.filename)}:{frame.lineno} in {frame.name}" for frame in frames]
         cause = cause.__cause__
     return lines

@@ -99,17 +99,18 @@ def export_hdf5(
             source = dataset_source(source)
         elif not isinstance(source, Source):
             source = stack.enter_context(open_source(source))
-        kept = _kept(source, columns, path)
+        names = _pick_names(source, columns, path)
         flags, inside = _flags(source)
         writer = stack.enter_context(new_hdf5(path, overwrite=overwrite))
-        step_bytes, steps = sum(source.spec[name].step_bytes for name in kept), source.spec.steps
-        shown = Progress(f"export {path.name}", total=step_bytes * steps, unit="bytes", quiet=quiet)
-        progress = stack.enter_context(shown)
+        step_bytes, steps = sum(source.spec[name].step_bytes for name in names), source.spec.steps
+        total = step_bytes * steps
+        progress = Progress(f"export {path.name}", total=total, unit="bytes", quiet=quiet)
+        stack.enter_context(progress)
         rows = max(1, PIECE_BYTES // step_bytes)
         for start in range(0, steps, rows):
             stop = min(start + rows, steps)
-            part = {name: source.read(name, start, stop) for name in kept if name not in flags}
-            writer.write(part | {k: v[start:stop] for k, v in flags.items()})
+            block = {name: source.read(name, start, stop) for name in names if name not in flags}
+            writer.write(block | {k: v[start:stop] for k, v in flags.items()})
             progress.advance(step_bytes * (stop - start))
         info = source.info
         attributes: dict[str, str | float] = {
@@ -133,17 +134,17 @@ def export_hdf5(
     return path
 
 
-def _kept(source: Source, columns: Sequence[str] | None, path: Path) -> list[str]:
+def _pick_names(source: Source, columns: Sequence[str] | None, path: Path) -> list[str]:
     """Return the names to write; refuse one that is also that of a group of others."""
-    wanted = {REWARDS, *(source.spec[name].name for name in columns or ())}
-    kept = [c.name for c in source.spec if columns is None or c.name in wanted]
-    groups = {name[:at]: name for name in kept for at, sign in enumerate(name) if sign == "/"}
-    for name in kept:
+    chosen = {REWARDS, *(source.spec[name].name for name in columns or ())}
+    names = [c.name for c in source.spec if columns is None or c.name in chosen]
+    groups = {name[:at]: name for name in names for at, sign in enumerate(name) if sign == "/"}
+    for name in names:
         if below := groups.get(name):
             problem = f"an HDF5 file cannot hold both {name} and {below}"
             remedy = "name the columns to keep, without one of them: columns=[...]"
             raise InputError("COLUMN", problem, where=str(path), remedy=remedy)
-    return kept
+    return names
 
 
 def _flags(source: Source) -> tuple[dict[str, Array], int]:
@@ -196,7 +197,7 @@ def new_hdf5(path: Path, *, overwrite: bool = False) -> Iterator[Hdf5Writer]:
     if path.suffix not in ("", *SUFFIXES):
         problem, remedy = "the file is HDF5", f"let its name end with {' or '.join(SUFFIXES)}"
         raise InputError("USAGE", problem, where=str(path), remedy=remedy)
-    with new_file(path, overwrite=overwrite) as part, _Output(part, "r+") as output:
+    with new_file(path, overwrite=overwrite) as temporary, _Output(temporary, "r+") as output:
         # HDF5's own lock would conflict with ours.
         with h5py.File(output, "w", locking=False, rdcc_nbytes=CACHE_BYTES) as file:
             writer = Hdf5Writer(path, file, output)
@@ -205,16 +206,16 @@ def new_hdf5(path: Path, *, overwrite: bool = False) -> Iterator[Hdf5Writer]:
 
 
 class Hdf5Writer:
-    """Writes rows of columns, part after part."""
+    """Writes rows of columns, block after block."""
 
     def __init__(self, path: Path, file: h5py.File, output: _Output) -> None:
         self._path, self._file, self._output = path, file, output
-        # Closing a dataset would empty its cache: a chunk would be compressed at every part.
+        # Closing a dataset would empty its cache: a chunk would be compressed at every block.
         self._datasets: dict[str, h5py.Dataset] = {}
 
-    def write(self, part: Mapping[str, Array]) -> None:
-        """Append rows to every column of `part`; the first part makes the columns."""
-        for name, rows in part.items():
+    def write(self, block: Mapping[str, Array]) -> None:
+        """Append rows to every column of `block`; the first block makes the columns."""
+        for name, rows in block.items():
             dataset = self._datasets.get(name)
             if dataset is None:
                 row, row_bytes = rows.shape[1:], math.prod(rows.shape[1:]) * rows.dtype.itemsize

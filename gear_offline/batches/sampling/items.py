@@ -157,7 +157,7 @@ class Items:
         if not self._min_size:
             self._inserted = int(self.kept.sum())
             self._min_size = self._rule.min_size or max(1, self._inserted)
-            self._least, self._most = self._rule.allowed(self._min_size)
+            self._least, self._most = self._rule.error_bounds(self._min_size)
         return self.kept
 
     def _new_keys(self, dataset: Dataset) -> Float64Array:

@@ -117,7 +117,7 @@ def flat_source(
     """
     names, rows = names or {}, next(iter(columns.values())).shape[0]
     stored = {**(mark_columns or {}), **columns}
-    renamed = {name: stored[old] for name, old in names.items() if old in stored}
+    renamed = {name: stored[origin] for name, origin in names.items() if origin in stored}
     rule, by, order, cuts = split_order(rule, {**stored, **renamed}, rows, where)
     if order is not None:
         columns = {name: SortedColumn(column, order) for name, column in columns.items()}
@@ -134,7 +134,8 @@ def flat_source(
         format, info["environment_id"] = "d4rl", d4rl.environment
     flags = chosen_flags(columns, names)
     table = {name: rows for name, rows in columns.items() if name not in flags.values()}
-    table |= {new: columns[name] for new, name in {**names, **flags}.items() if name in columns}
+    pairs = {**names, **flags}
+    table |= {name: columns[origin] for name, origin in pairs.items() if origin in columns}
     table = {**columns, **table, **(mark_columns or {})}
     left_out, edges = facts.get("left_out", {}), tuple[Array, ...]()
     for mark in MARK.finditer(rule or ""):
@@ -187,7 +188,7 @@ def find_columns(
         is_lost = why and not request.rule and column not in required and arrays[origins[0]].shape
         remedy = UNREAD if is_lost else ""
         if not leaves and (remedy or (column in required and not (request.partial and rows))):
-            aliases = [alias for alias, old in names.items() if column in split_names(old)]
+            aliases = [alias for alias, origin in names.items() if column in split_names(origin)]
             why += [f": it is renamed to {alias}" for alias in aliases]
             problem = f"no dataset {names.get(column, column)!r}{''.join(why)}"
             if stored := [alias for alias in aliases if alias in arrays]:

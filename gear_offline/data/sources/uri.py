@@ -177,8 +177,8 @@ def _judge(source: Source, request: Request) -> None:
         )
         remedy = "leave it out, or say how they ended: done-and-timeout|steps=N, done-only, "
         raise misfit(problem, request.uri, f"{remedy}FLAG-as-truncations")
-    meanings = [(MEANING.get(new), MEANING.get(old)) for new, old in request.names.items()]
-    renamed = any(after is not None and after != before for after, before in meanings)
+    names = request.names.items()
+    renamed = any(MEANING.get(name) not in (None, MEANING.get(origin)) for name, origin in names)
     if not (request.rule or renamed or source.info.format in JUDGED):
         return
     flags = chosen_flags(source.stored_names, request.names)
@@ -208,7 +208,7 @@ def _open_folder(path: Path, request: Request) -> Source:
     elif (folder / "dataset_dict.json").is_file():
         splits = _read_json(folder / "dataset_dict.json").get("splits", ["train"])
         places = (folder / "train",) if "train" in splits else ()
-    groups = [_data_files(place, suffixes) for place in places for suffixes in KINDS]
+    groups = [_data_files(folder, suffixes) for folder in places for suffixes in KINDS]
     groups = [files for files in groups if files]
     subfolders = [p for p in sorted({*folder.iterdir()} - {*places}) if p.is_dir()]
     aside = [p.name for p in subfolders if any(files_in(p, suffixes) for suffixes in KINDS)]
@@ -308,7 +308,7 @@ FLAT = ("d4rl", "hdf5", "npz", "ogbench", "parquet-rows", "arrow-rows", "zarr")
 JUDGED = ("hdf5-groups", "lerobot", "parquet", "arrow")
 FOLDERS: tuple[tuple[Callable[[Path], Any], Reader], ...] = (  # the first that fits
     (data_directory, open_minari),
-    (is_dataset, lambda path, asked: dataset_source(open_dataset(path))),
+    (is_dataset, lambda path, _: dataset_source(open_dataset(path))),
     (replay_folder, open_dqn_replay),
     (lambda path: (path / INFO).is_file(), open_lerobot),
     (lambda path: any((path / n).is_file() for n in (".zgroup", "zarr.json")), open_zarr),
