@@ -1,10 +1,10 @@
 """Ring buffers that were saved: which rows are filled, and which of them is the oldest.
 
-A library names three numbers beside the arrays: the row to be written next, how many rows are
-filled (or a flag that all are), and how many there is room for.  Examples are tianshou (``_index``,
-``_size``, ``maxsize``), Stable-Baselines3 (``pos``, ``full``, ``buffer_size``), TD3 and CORL
-(``ptr``, ``size``, ``max_size``).  Others are rlpd (``_insert_index``), DrQ (``idx``), TorchRL
-(``_cursor``) and rlkit (``_top``).
+A library stores three numbers beside the arrays: the next row to write, the count of filled rows
+(or a flag that all are), and the capacity.  Examples are tianshou (``_index``, ``_size``,
+``maxsize``), Stable-Baselines3 (``pos``, ``full``, ``buffer_size``), TD3 and CORL (``ptr``,
+``size``, ``max_size``).  Others are rlpd (``_insert_index``), DrQ (``idx``), TorchRL (``_cursor``)
+and rlkit (``_top``).
 
 Shape legend: N rows that are stored.
 """
