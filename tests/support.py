@@ -135,6 +135,11 @@ def run_python(*words: str | Path, **options: Any) -> subprocess.CompletedProces
     return subprocess.run(command, env=environment, capture_output=True, text=True, **options)
 
 
+def last_words(*overrides: str) -> list[str]:
+    """Return the last override of each option: a recipe takes an option once."""
+    return [*{text.partition("=")[0]: text for text in overrides}.values()]
+
+
 @contextmanager
 def one_error(code: str, match: str | None = None) -> Iterator[pytest.ExceptionInfo[GearError]]:
     """Expect an error with that code, whose message is one line, in which `match` is found."""

@@ -14,7 +14,7 @@ from gear_offline.runs.data import prepare_dataset
 from gear_offline.runs.resolve import resolve
 from gear_offline.training.learner import Learner
 from gear_offline.training.stack import make_step
-from tests.support import hopper_columns, make_dataset
+from tests.support import hopper_columns, last_words, make_dataset
 
 SIZES = {"hop": (11, 3), "walk": (17, 6), "point": (2, 1)}
 LENGTHS = {"hop": [9, 30, 4, 17], "walk": [5, 8, 40, 21], "point": [3, 12, 6]}
@@ -64,14 +64,14 @@ def tasks_recipe(parts: dict[str, Dataset], *overrides: str, **of_task: Any) -> 
     }
     small = load_recipe(
         "paper",
-        [
+        last_words(
             *("name=several", "loader.batch_size=12", "loader.context_length=4"),
             *("model.hidden_size=16", "model.layers=1", "model.max_timestep=null"),
             *("optimizer.learning_rate=3e-3", "optimizer.warmup_steps=3", "train.steps=20"),
             *("train.device=cpu", "train.threads=1", "train.log_every=5"),
             *("train.checkpoint_every=10", "train.trackers=[]", "evaluate.episodes=0"),
             *overrides,
-        ],
+        ),
     ).to_dict()
     small["data"]["tasks"] = tasks
     return Recipe.parse(small)

@@ -275,6 +275,8 @@ def test_options_that_cannot_be_played(tmp_path: Path) -> None:
         for value in values:
             with one_error("USAGE"):
                 evaluate(run, quiet=True, **{option: value})
+    with one_error("USAGE", r"they are a text; give targets=\[3600, 1800\]"):
+        evaluate(run, quiet=True, targets="3600,1800")
     with one_error("ENVIRONMENT", "name the environment that the data came from$"):
         evaluate(run, environment="CartPole-v1", quiet=True)
     with one_error("MODEL", "are a Decision Transformer's, not mlp's"):

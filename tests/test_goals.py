@@ -30,7 +30,7 @@ from tests.image_support import image_columns
 from tests.kernels_on_cpu import gpu_gather, on_cpu
 from tests.one_process import open_ranks
 from tests.sampling_support import p_value
-from tests.support import hopper_columns, make_dataset, one_error
+from tests.support import hopper_columns, last_words, make_dataset, one_error
 from tests.test_resume import interrupted_in
 from tests.training_support import learnt
 
@@ -193,7 +193,7 @@ def recipe_in(folder: Path, *more: str) -> Recipe:
     short = ["data.collect.steps=8000", "train.steps=250", "train.checkpoint_every=125"]
     short += ["train.evaluate_every=250", "evaluate.background=off", "evaluate.episodes=8"]
     short += ["loader.batch_size=64", "optimizer.warmup_steps=10", f"data.path={folder / 'play'}"]
-    return load_recipe("maze-goals", [*short, *more])
+    return load_recipe("maze-goals", last_words(*short, *more))
 
 
 @pytest.mark.slow

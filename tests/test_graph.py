@@ -29,7 +29,7 @@ from gear_offline.training.graph import LINE, RankGradients, why_not_captured
 from gear_offline.training.learner import Learner
 from tests.gpu_support import ON_TWO_GPUS
 from tests.ranks_support import launch
-from tests.support import Captured, Patch, make_dataset, one_error
+from tests.support import Captured, Patch, last_words, make_dataset, one_error
 from tests.task_support import advance
 
 
@@ -200,7 +200,7 @@ def make(data: Path, world: World, device: torch.device, *options: str) -> Learn
     settings = [f"data.path={data}", "train.device=cuda", "train.log_every=1000000"]
     settings += ["loader.placement=hbm", "optimizer.warmup_steps=5", "train.steps=1000", *options]
     settings += [f"loader.sharding={'replicate' if world.node_count == 1 else 'shard'}"]
-    recipe = load_recipe("paper", settings)
+    recipe = load_recipe("paper", last_words(*settings))
     dataset = open_dataset(data)
     states, actions = (dataset.spec[c].shape[0] for c in ("observations", "actions"))
     torch.manual_seed(0)

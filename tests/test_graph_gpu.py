@@ -19,7 +19,7 @@ from gear_offline.training.learner import Learner
 from gear_offline.training.model import data_sizes
 from tests.gpu_support import INDUCTOR, NEEDS_CUPY, ON_GPU, STEPS, losses
 from tests.image_support import image_columns
-from tests.support import make_dataset
+from tests.support import last_words, make_dataset
 from tests.task_support import make_discrete, make_learner, make_parts, tasks_recipe
 
 pytestmark = [*ON_GPU, NEEDS_CUPY]
@@ -45,7 +45,7 @@ def learner(
         *("optimizer.warmup_steps=5", "optimizer.schedule=cosine"),
         *(f"train.steps={STEPS}", f"data.path={path}", "train.device=cuda", "train.log_every=100"),
     ]
-    recipe = load_recipe("paper", [*settings, *overrides])
+    recipe = load_recipe("paper", last_words(*settings, *overrides))
     dataset = open_dataset(path)
     torch.manual_seed(0)
     if sizes is None:

@@ -133,6 +133,19 @@ def test_functions_are_strategies_wherever_one_is_named(folder: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        {"overrides": ["train.steps=5", "seed=1", "train.steps=6"]},
+        {"overrides": {"model.kind": "mlp"}, "model": "decoupled"},
+    ],
+)
+@pytest.mark.parametrize("door", [go.train, go.sweep, go.compare_strategies])
+def test_an_option_is_given_once(door: Any, options: dict[str, Any]) -> None:
+    with one_error("USAGE", "is given twice"):
+        door("smoke", quiet=True, **options)
+
+
+@pytest.mark.parametrize(
     ("option", "argument"),
     [
         ("accept them (--allow-nonfinite)", "accept them (allow_nonfinite=True)"),

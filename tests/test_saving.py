@@ -25,7 +25,7 @@ from gear_offline.training.saving import Saver
 from gear_offline.training.step import EagerStep
 from tests.checkpoint_support import StandIn
 from tests.gpu_support import NEEDS_GPU, ON_GPU
-from tests.support import failing_code, make_dataset, one_error
+from tests.support import failing_code, last_words, make_dataset, one_error
 from tests.test_resume import interrupted_in
 from tests.training_support import learnt, tiny_data, tiny_recipe
 
@@ -214,7 +214,7 @@ def recipe(data: Path, *overrides: str) -> Any:
         *(f"data.path={data}", "train.device=cuda", "train.log_every=7", "evaluate.episodes=0"),
         *("train.checkpoint_every=15", "train.trackers=[]", "model.action_tanh=false"),
     ]
-    return load_recipe("paper", [*settings, *overrides])
+    return load_recipe("paper", last_words(*settings, *overrides))
 
 
 def saved(run: Path) -> dict[str, bytes]:

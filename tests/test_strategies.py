@@ -31,7 +31,15 @@ from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.sweep import run as sweep_run
 from tests.forks import fork_workers
 from tests.sampling_support import keys
-from tests.support import ROOT, ArraySource, failing_code, hopper_columns, make_dataset, one_error
+from tests.support import (
+    ROOT,
+    ArraySource,
+    failing_code,
+    hopper_columns,
+    last_words,
+    make_dataset,
+    one_error,
+)
 from tests.test_docs import blocks
 from tests.training_support import tiny_recipe
 
@@ -50,7 +58,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 def recipe_of(dataset: Dataset, *overrides: str) -> Recipe:
     sizes = f"loader.batch_size={BATCH}", f"loader.context_length={SPAN}", f"train.steps={BATCHES}"
     given = (f"data.path={dataset.path}", *sizes, "optimizer.warmup_steps=1", *overrides)
-    return load_recipe("paper", given)
+    return load_recipe("paper", last_words(*given))
 
 
 @pytest.fixture(scope="module")
@@ -122,12 +130,14 @@ def test_effective_starts(comparison: Comparison, dataset: Dataset) -> None:
 
 
 def test_a_strategy_that_cannot_run_is_named_and_the_others_go_on(
-    dataset: Dataset, tmp_path: Path
+    dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = recipe_of(dataset, "loader.batch_size=6", "train.steps=3")
-    found = compare_strategies(recipe, strategies="min_dt,top_percent", out=tmp_path, quiet=True)
+    found = compare_strategies(recipe, strategies="min_dt,top_percent", out=tmp_path)
     assert [one.error is None for one in found.strategies] == [True, False, True]
     reason = "5 episodes make no batch of 6"
+    streams = capsys.readouterr()
+    assert "strategies: 6 batches in" in streams.err and reason not in streams.err
     console = Terminal(width=90, record=True)
     print_comparison(found, console=console)
     assert reason in " ".join(console.export_text().split())

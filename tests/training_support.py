@@ -19,7 +19,7 @@ from gear_offline.data.convert.conversion import convert
 from gear_offline.data.sources import from_episodes
 from gear_offline.errors import GearError
 from gear_offline.evaluation.play import play_job
-from tests.support import make_dataset
+from tests.support import last_words, make_dataset
 
 ENVIRONMENT = "GearOfflineTiny-v0"
 STATE_DIM, ACTION_DIM, STEP_LIMIT = 3, 2, 6
@@ -134,7 +134,9 @@ evaluate.episodes=2 evaluate.environments=2
 
 def tiny_recipe(data: Path, *overrides: str) -> Recipe:
     """Return a recipe for the dataset at `data` that trains in a second."""
-    return load_recipe("paper", ["name=tiny", f"data.path={data}", *TINY.split(), *overrides])
+    return load_recipe(
+        "paper", last_words("name=tiny", f"data.path={data}", *TINY.split(), *overrides)
+    )
 
 
 def measured(run: Path) -> list[dict[str, Any]]:

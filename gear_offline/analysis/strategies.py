@@ -26,7 +26,7 @@ from gear_offline.config.sections import SelectionSettings
 from gear_offline.core.files import check_folder
 from gear_offline.core.progress import Progress
 from gear_offline.core.system import machine
-from gear_offline.core.text import count_text, say, short
+from gear_offline.core.text import short
 from gear_offline.errors import GearError, InputError, given_path
 from gear_offline.loaders.options import recipe_sampler
 from gear_offline.runs.data import prepare_dataset
@@ -128,18 +128,17 @@ def _measure_candidates(
     data, size = describe(dataset), recipe.loader.batch_size
     batches = max(1, min(recipe.train.steps, MOST_DRAWS // size))
     rows = []
-    title, total = count_text(len(candidates), "strategy", "strategies"), len(candidates) * batches
-    with Progress(title, total=total, unit="batches", quiet=quiet) as progress:
-        for index, candidate in enumerate(candidates):
+    total = len(candidates) * batches
+    with Progress("strategies", total=total, unit="batches", quiet=quiet) as progress:
+        for candidate in candidates:
             settings = SelectionSettings(strategy=candidate.strategy, **candidate.options)
             try:
                 sampler = recipe_sampler(recipe, dataset, settings)
                 draws = measure(dataset, recipe, sampler, batches, progress.advance)
                 rows.append(replace(candidate, options=dict(sampler.options), draws=draws))
-            except GearError as error:
-                say(f"{candidate.label}: {error.message}", quiet=quiet)
+            except GearError as error:  # the page and the terminal's table name it
                 rows.append(replace(candidate, error=error.message))
-                progress.update((index + 1) * batches)
+                progress.total -= batches
     verdict = "None of the strategies can run on these data."
     if means := sorted((row.draws.mean_return, row.label) for row in rows if row.draws):
         low, high = (f"{short(value)} ({label})" for value, label in (means[0], means[-1]))

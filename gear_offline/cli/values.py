@@ -21,14 +21,6 @@ from typer.core import TyperCommand
 from gear_offline.errors import InputError
 
 
-def check_keys(words: list[str]) -> list[str]:
-    """Refuse words that give an option twice: one of them would not count."""
-    keys = [word.partition("=")[0].strip() for word in words]
-    if twice := [key for key in keys if keys.count(key) > 1]:
-        raise InputError("USAGE", f"{twice[0]} is given twice", remedy="keep one of them")
-    return words
-
-
 class Command(TyperCommand):
     """A command that refuses an option of one value twice: the first one would not count."""
 
@@ -150,7 +142,7 @@ RecipeName = Annotated[
     ),
 ]
 Changes = partial(Argument, [], metavar="KEY=VALUE", autocompletion=complete_option)
-Overrides = partial(Changes, help="Options to change, e.g. train.steps=1000.", callback=check_keys)
+Overrides = partial(Changes, help="Options to change, e.g. train.steps=1000.")
 Axes = partial(Changes, help="Options to change; key=a,b,c: every combination is a run.")
 Json = Annotated[bool, Option("--json", help="Print one JSON document on stdout.")]
 Quiet = Annotated[

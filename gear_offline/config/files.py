@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,8 @@ def apply_overrides(options: dict[str, Any], overrides: Overrides) -> dict[str, 
     """Return nested `options` with dotted ones set: ``{"a.b": 1}``, or ``"a.b=1"``, one or many."""
     merged, overlay = options, dict[str, Any]()
     # another strategy or model drops the options that there are, so it comes first
-    for key, value in sorted(_pairs(overrides), key=lambda pair: pair[0] not in KINDS):
+    values = _once(_pairs(overrides))
+    for key, value in sorted(values.items(), key=lambda pair: pair[0] not in KINDS):
         for section in reversed(key.split(".")):
             value = {section: value}
         merged, overlay = _merge(merged, value), _merge(overlay, value)
@@ -71,7 +72,7 @@ def apply_overrides(options: dict[str, Any], overrides: Overrides) -> dict[str, 
 
 def with_value(overrides: Overrides, option: str, value: Any) -> Overrides:
     """Return overrides and one more, unless its value is None; it may be a class."""
-    return overrides if value is None else {**dict(_pairs(overrides)), option: value}
+    return overrides if value is None else _once((*_pairs(overrides), (option, value)))
 
 
 def find_recipe(name_or_path: str | os.PathLike[str], *, relative_to: Path | None = None) -> Path:
@@ -190,6 +191,16 @@ def _pairs(overrides: Overrides) -> Iterator[tuple[str, Any]]:
             remedy = "write options as key=value, e.g. train.steps=3000"
             raise InputError("RECIPE", f"{text!r} is not an override", remedy=remedy)
         yield key, typed_value(key, value)
+
+
+def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return values by their option; refuse two of one (``USAGE``): one would not count."""
+    values = dict[str, Any]()
+    for option, value in pairs:
+        if option in values:
+            raise InputError("USAGE", f"{option} is given twice", remedy="keep one of them")
+        values[option] = value
+    return values
 
 
 def _merge(below: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:

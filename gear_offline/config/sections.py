@@ -49,12 +49,14 @@ def target_list(value: Any) -> Any:
 def asked_returns(targets: Any) -> tuple[float, ...]:
     """Return one or many `targets` as numbers, checked as those of a recipe (``USAGE``)."""
     try:
-        values = [] if isinstance(targets, str) else targets
+        if isinstance(targets, str):
+            raise TypeError("they are a text")
+        values = targets
         if getattr(values, "ndim", None) == 0 or not hasattr(values, "__iter__"):
             values = [values]
         return tuple(target_list([float(target) for target in values]))
     except (TypeError, ValueError) as error:
-        problem, remedy = f"target returns {targets!r}: {error}", "write them like 3600,1800"
+        problem, remedy = f"target returns {targets!r}: {error}", "give --targets 3600,1800"
         raise InputError("USAGE", problem, where="evaluate.targets", remedy=remedy) from error
 
 

@@ -117,6 +117,8 @@ def sweep(
     """
     values = option_values(recipe, overrides)
     if model is not None:
+        if "model.kind" in values:
+            raise InputError("USAGE", "model.kind is given twice", remedy="keep one of them")
         values["model.kind"] = [model]
     if out is None:
         names = values.get("name", [])
