@@ -19,6 +19,7 @@ from gear_offline.data.dataset.schema import EpisodeIndex as EpisodeIndex
 from gear_offline.data.dataset.schema import TableSpec as TableSpec
 from gear_offline.data.dataset.scores import normalized_score as normalized_score
 from gear_offline.data.dataset.scores import reference_scores as reference_scores
+from gear_offline.data.dataset.split import split as split
 from gear_offline.data.export import export_hdf5 as export_hdf5
 from gear_offline.data.sources import from_arrays as from_arrays
 from gear_offline.data.sources import from_episodes as from_episodes

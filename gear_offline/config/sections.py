@@ -65,6 +65,16 @@ def from_text(value: Any) -> Any:
     return parse_yaml(f"[{value}]", where=value) if isinstance(value, str) else value
 
 
+def share_of(value: Any) -> Any:
+    """Return a share above 0 and below 1, given as 0.1 or ``10%``."""
+    share = value
+    if isinstance(value, str):
+        share = float(value.strip().removesuffix("%")) / (100 if "%" in value else 1)
+    if type(share) not in (int, float) or not 0.0 < share < 1.0:
+        raise ValueError(f"a share is like 10% or 0.1, got {value!r}")
+    return share
+
+
 def user_path(value: Any) -> Any:
     """Return a path, or the name of a source, with ``~`` as the home."""
     return in_home(value) if isinstance(value, str) else value

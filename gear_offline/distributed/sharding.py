@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.batches.sampling import Sampler
-from gear_offline.batches.tables.joint import TableData, parts_of, shards_of
+from gear_offline.batches.tables.joint import TableData, parts_of
 from gear_offline.batches.tables.table import TableOptions, table_bytes
 from gear_offline.config.sections import Sharding
 from gear_offline.core.system import RESERVE_BYTES, available_bytes
@@ -104,8 +104,10 @@ def _give_out(
 
 def shard_episodes(source: TableData) -> Int64Array:
     """Return (S,) int64, the episodes of each shard."""
-    shards = shards_of(parts_of(source))
-    return np.array([task.dataset.manifest.shards[n].episodes for task, n in shards], np.int64)
+    datasets = [part.dataset for part in parts_of(source)]
+    return np.concatenate(
+        [np.diff(d.episodes.offsets.searchsorted(d.first_steps)) for d in datasets]
+    )
 
 
 def shard_weights(source: TableData, episode_weight: npt.ArrayLike | None = None) -> Float64Array:

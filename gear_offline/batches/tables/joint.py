@@ -104,7 +104,8 @@ def data_digest(source: TableData) -> str:
     if not isinstance(source, JointDataset):
         # what is normalised by all of a grown dataset is not what its first shards normalise
         measured = source.admissions > 0 and not source.frozen
-        return digest(source.manifest.encode() + b"measured" * measured)
+        view = b"" if source.numbers is None else source.numbers.astype("<i8").tobytes()
+        return digest(source.manifest.encode() + b"measured" * measured + view)
     identities = [(t.name, data_digest(t.dataset), float(t.returns_scale)) for t in source.tasks]
     return digest(json.dumps(identities).encode())
 

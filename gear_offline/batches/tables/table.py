@@ -352,9 +352,11 @@ def _fill_final(
     step_bytes = {c: dataset.spec[c].step_bytes for c in columns}
     chunk = max(CHUNK_BYTES // (plan.row_bytes + sum(step_bytes.values())), 1)
     streams = [dataset.stream(job.shard, c, chunk_bytes=chunk * step_bytes[c]) for c in columns]
-    for begin, *chunks in zip(range(0, len(rows), chunk), *streams, strict=True):
-        target = rows[begin : begin + chunk]
-        for column, (step, values) in zip(columns, chunks, strict=True):
+    # a view's chunks are shorter by the steps that it has not
+    for chunks in zip(*streams, strict=True) if streams else iter([((base, rows),)]):
+        begin = chunks[0][0] - base
+        target = rows[begin : begin + len(chunks[0][1])]
+        for column, (step, values) in zip(columns, chunks, strict=bool(streams)):
             assert step == base + begin, "columns are read side by side"
             single = fields[column]
             if single.mean is not None or single.dtype != np.float32:
@@ -363,7 +365,7 @@ def _fill_final(
                 final = to_float32(values, column, step)
             _lay(target, plan.fields[column].offset, final)
         for name, summed in ahead.items():
-            _lay(target, plan.fields[name].offset, summed[begin : begin + chunk])
+            _lay(target, plan.fields[name].offset, summed[begin : begin + len(target)])
 
 
 def _copy_column(job: _ShardRead, plan: GroupPlan, rows: Array) -> None:

@@ -113,6 +113,14 @@ class WindowReader:
         self._history, self._rows = options.history, options.margin
         steps = [task.dataset.manifest.shards[number].steps for task, number in shards]
         self._first_steps = np.cumsum([0, *steps])
+        datasets = [task.dataset for task in dict.fromkeys(task for task, _ in shards)]
+        lengths = [dataset.episodes.lengths for dataset in datasets]
+        self._offsets = np.cumsum([0, *np.concatenate(lengths)])[:-1]
+        self._moved: Int64Array | None = None  # of a view, (E,): from the table to the files
+        if any(dataset.whole is not None for dataset in datasets):
+            bases = np.cumsum([0, *(dataset.manifest.steps for dataset in datasets)])
+            firsts = [b + dataset.file_steps for b, dataset in zip(bases, datasets, strict=False)]
+            self._moved = np.concatenate(firsts) - self._offsets
         self._resident, self._stored = list[tuple[int, UInt8Array]](), list[_Stored]()
         widest = []
         for number, (plan, rows) in enumerate(zip(plans, resident, strict=True)):
@@ -136,17 +144,26 @@ class WindowReader:
         void, of each column.  Row H is a window's first step.  Rows around the window, and around
         its history where the column has one, are any.  The buffer is used for nothing else.
         """
-        shard = self._first_steps.searchsorted(places.low, side="right") - 1
-        chunk = (places.low - self._first_steps[shard]) // self._chunk_steps
+        low = places.low  # in the files
+        if self._moved is not None:
+            low = low + self._moved[self._offsets.searchsorted(low, side="right") - 1]
+        shard = self._first_steps.searchsorted(low, side="right") - 1
+        chunk = (low - self._first_steps[shard]) // self._chunk_steps
         cuts = np.flatnonzero((np.diff(shard) != 0) | (np.diff(chunk) != 0)) + 1
         for begin, end in pairwise([0, *cuts.tolist(), len(shard)]):
-            self._read_chunk(int(shard[begin]), places.part(begin, end), targets, buffer)
+            part = places.part(begin, end)
+            self._read_chunk(int(shard[begin]), low[begin:end], part, targets, buffer)
 
     def _read_chunk(
-        self, shard: int, places: Places, targets: Sequence[Array], buffer: UInt8Array
+        self,
+        shard: int,
+        low: Int64Array,
+        places: Places,
+        targets: Sequence[Array],
+        buffer: UInt8Array,
     ) -> None:
         """Read the windows that begin in one chunk, near parts at once."""
-        low, ends = places.low, np.maximum.accumulate(places.low + places.real)
+        ends = np.maximum.accumulate(low + places.real)
         reads: list[tuple[int, int, int]] = []  # begin and end in the file, place in the buffer
         starts: list[Int64Array] = []  # where in the buffer step 0 of the table would be
         at = self._margin
@@ -169,6 +186,7 @@ class WindowReader:
         for column, start in zip(self._stored, starts, strict=True):
             begins = start + row * column.row_bytes[shard]
             self._lay(column, shard, buffer, begins, places.slots, targets[column.number])
+        row = places.low - self._history
         for number, rows in self._resident:
             begins = (row + self._rows) * rows.shape[1]  # behind the margin
             _copy(rows.reshape(-1), begins, places.slots, targets[number])

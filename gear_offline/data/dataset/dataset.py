@@ -81,6 +81,14 @@ class Dataset:
         How many pieces were admitted to it since it was converted.
     frozen
         Whether its statistics stay those of the shards before the first admission.
+    whole
+        Of a view, which has some of the episodes (`view_episodes`): the dataset of all.
+    numbers
+        (E,) int64, of a view: numbers of its episodes in `whole`, rising.
+    depth
+        Of a view: 1, of a view of a view 2, and so on.
+    member
+        Of a view: which episodes of a dataset, from a number on, belong to it when it grows.
     """
 
     path: Path
@@ -93,19 +101,24 @@ class Dataset:
     identities: list[FileIdentity] = field(repr=False)
     admissions: int = 0
     frozen: bool = False
+    whole: Dataset | None = field(default=None, repr=False)
+    numbers: Int64Array | None = field(default=None, repr=False)
+    depth: int = 0
+    member: Callable[[Dataset, int], BoolArray] | None = None
 
     def __repr__(self) -> str:
         return f"Dataset({str(self.path)!r}: {self.spec})"
 
-    @property
+    @cached_property
     def spec(self) -> TableSpec:
         """Columns, steps and episodes."""
-        return self.manifest.spec
+        sizes = {"steps": self.episodes.steps, "episodes": len(self)}
+        return self.manifest.spec if self.whole is None else replace(self.manifest.spec, **sizes)
 
     @cached_property
     def statistics(self) -> Mapping[str, ColumnStatistics]:
         """Per column: count, mean, std, min and max over all steps; measured where it has grown."""
-        if self.frozen or not self.admissions:
+        if self.frozen or not (self.admissions or self.whole is not None):
             return self.manifest.statistics
         return _MeasuredStatistics(self)
 
@@ -142,8 +155,17 @@ class Dataset:
     def first_steps(self) -> Int64Array:
         """(shards + 1,) int64: first step of each shard in the dataset, and N at the end."""
         firsts = np.cumsum([0, *(s.steps for s in self.manifest.shards)], dtype=np.int64)
+        if self.whole is not None:
+            firsts = self.episodes.offsets[self.file_steps.searchsorted(firsts)]
         firsts.setflags(write=False)
         return firsts
+
+    @cached_property
+    def file_steps(self) -> Int64Array:
+        """(E,) int64: first step of each episode in the shards."""
+        if self.whole is None or self.numbers is None:
+            return self.episodes.offsets[:-1]
+        return self.whole.episodes.offsets[self.numbers]
 
     if not TYPE_CHECKING:  # which finds such names itself
 
@@ -178,6 +200,9 @@ class Dataset:
         if not 0 <= start <= stop <= self.spec.steps:
             problem = f"steps [{start}, {stop}) are not in [0, {self.spec.steps})"
             raise InputError("SELECTION", problem, where=f"column {column}")
+        if self.whole is not None:
+            pieces = self._file_pieces(start, stop)
+            return np.concatenate([self.whole.read(column, *piece) for piece in pieces])
         dtype, shape = stored_form(spec)
         rows = np.empty((stop - start, *shape), dtype)
         begin = int(np.searchsorted(self.first_steps, start, side="right")) - 1
@@ -190,6 +215,19 @@ class Dataset:
             with open(self.open_shard(shard), "rb") as file:
                 read_exactly(file.fileno(), data, offset, where=self.path / record.name)
         return rows.view(spec.dtype).reshape(stop - start, *spec.shape)
+
+    def _file_pieces(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the runs of steps in the shards that steps ``[start, stop)`` of a view are."""
+        if start == stop:
+            return [(0, 0)]
+        offsets = self.episodes.offsets
+        at = slice(offsets.searchsorted(start, "right") - 1, offsets.searchsorted(stop))
+        moved = self.file_steps[at] - offsets[:-1][at]
+        lows = moved + np.maximum(offsets[:-1][at], start)
+        highs = moved + np.minimum(offsets[1:][at], stop)
+        cuts = np.flatnonzero(lows[1:] != highs[:-1])
+        lows, highs = lows[np.append(0, cuts + 1)], highs[np.append(cuts, len(highs) - 1)]
+        return list(zip(lows.tolist(), highs.tolist(), strict=True))
 
     def stream(
         self, shard: int, column: str, *, chunk_bytes: int = 8 << 20
@@ -208,11 +246,21 @@ class Dataset:
         step = int(self.first_steps[shard])
         rows = min(max(1, chunk_bytes // spec.step_bytes), tensor.shape[0])
         buffer = np.empty((rows, *tensor.shape[1:]), tensor.dtype)
+        kept: slice | BoolArray = slice(None)
         with open(self.open_shard(shard), "rb") as file:
-            record = self.manifest.shards[shard]
+            record, at = self.manifest.shards[shard], 0
+            if self.whole is not None:
+                first = int(self.whole.first_steps[shard])
+                in_view = np.zeros(record.steps, np.bool_)
+                for begin, end in self._file_pieces(*self.first_steps[shard : shard + 2].tolist()):
+                    in_view[begin - first : end - first] = True
             for count in _stream(file, self.path, self.manifest, record, tensor, buffer):
-                yield step, buffer[:count].view(spec.dtype).reshape(count, *spec.shape)
-                step += count
+                if self.whole is not None:
+                    kept, at = in_view[at : at + count], at + count
+                values = buffer[:count].view(spec.dtype).reshape(count, *spec.shape)[kept]
+                if len(values):
+                    yield step, values
+                step += len(values)
 
     def column(self, name: str) -> Array:
         """Return a whole column, (N, *shape), in memory of its own; its digests are compared."""
@@ -330,6 +378,9 @@ class Dataset:
         `name` is ``USER/NAME``, made (`private`: for you alone) if it is not there, or
         ``USER/NAME@BRANCH``; ``OUTPUT_WRITE`` without a token that may write, or a network.
         """
+        if self.whole is not None:
+            problem, remedy = "a view has no files of its own", "push the whole dataset"
+            raise InputError("USAGE", problem, str(self.path), remedy)
         names = [MANIFEST_NAME, *(shard.name for shard in self.verify().manifest.shards)]
         address, source = name.removeprefix("hub:"), self.manifest.source.uri
         facts = {"content": self.spec, "environment": self.environment_id, "source": source}
@@ -371,7 +422,7 @@ class Dataset:
 
 
 class _MeasuredStatistics(Mapping[str, ColumnStatistics]):
-    """Statistics of a dataset that has grown, of each column measured when first asked for."""
+    """Statistics of a view, or of a grown dataset: each column's, measured when asked for."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset, self._known = dataset, dict[str, ColumnStatistics]()
@@ -380,7 +431,8 @@ class _MeasuredStatistics(Mapping[str, ColumnStatistics]):
         if name not in self._known:
             data, first = self._dataset, self._dataset.manifest.statistics[name]
             dtype, shape = stored_form(data.spec[name])
-            moments = Moments(shape) if first.nonfinite else Moments.of(first)
+            is_new = first.nonfinite or data.whole is not None
+            moments = Moments(shape) if is_new else Moments.of(first)
             measured = int(np.searchsorted(data.first_steps, moments.rows))
             for shard in range(measured, len(data.manifest.shards)):
                 for _, rows in data.stream(shard, name):
@@ -444,11 +496,44 @@ def grow_dataset(dataset: Dataset, admissions: Sequence[Admission]) -> Dataset:
     """Return the dataset with further admissions, whose shards lie in its directory."""
     if not admissions:
         return dataset
-    manifest = dataset.manifest.grown(admissions)
-    larger = with_shards(dataset.path, manifest, dataset)
-    lengths = distribution(larger.episodes.lengths, integers=True)
-    manifest = manifest.replace_fields(returns=distribution(larger.returns), lengths=lengths)
-    return replace(larger, manifest=manifest, admissions=dataset.admissions + len(admissions))
+    before, manifest = dataset.whole or dataset, dataset.manifest.grown(admissions)
+    before = replace(before, verified_shards=dataset.verified_shards, frozen=dataset.frozen)
+    larger = with_shards(dataset.path, manifest, before)
+    larger = _summed_up(replace(larger, admissions=dataset.admissions + len(admissions)))
+    if dataset.numbers is None or dataset.member is None:
+        return larger
+    new = np.flatnonzero(dataset.member(larger, len(before))) + len(before)
+    return view_episodes(larger, np.append(dataset.numbers, new), dataset.member)
+
+
+def view_episodes(
+    dataset: Dataset,
+    numbers: Int64Array,
+    member: Callable[[Dataset, int], BoolArray] | None = None,
+) -> Dataset:
+    """Return a view of a dataset as if it had no other episodes than `numbers`, which rise.
+
+    Nothing is copied; `member` is the view's.
+    """
+    view = replace(
+        dataset,
+        episodes=EpisodeIndex(dataset.episodes.lengths[numbers]),
+        terminated=dataset.terminated[numbers],
+        truncated=dataset.truncated[numbers],
+        returns=dataset.returns[numbers],
+        whole=dataset.whole or dataset,
+        numbers=numbers if dataset.numbers is None else dataset.numbers[numbers],
+        depth=dataset.depth + 1,
+        member=member,
+    )
+    return _summed_up(view)
+
+
+def _summed_up(dataset: Dataset) -> Dataset:
+    """Return the dataset with distributions of the returns and lengths that it has."""
+    lengths = distribution(dataset.episodes.lengths, integers=True)
+    facts = {"returns": distribution(dataset.returns), "lengths": lengths}
+    return replace(dataset, manifest=dataset.manifest.replace_fields(**facts))
 
 
 def with_shards(path: Path, manifest: Manifest, before: Dataset | None = None) -> Dataset:
