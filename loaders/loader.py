@@ -90,8 +90,13 @@ class GearLoader(Closing, Iterator[Batch]):
         ``"auto"`` (CUDA if there is one), or a torch device.
     padding
         Side on which windows that reach beyond their episode's end are filled up with zeros.
-    gamma, returns_scale, normalize_states, extra_columns
+    gamma, returns_scale, normalize_states
         As `gear_offline.batches.tables.table.TableOptions`.
+    extra_columns
+        Further columns, ``batch.extras``, in their source dtype bit for bit; and three that are
+        computed: ``next_states``, as states are; ``terminated``, true at the last step of an
+        episode that the environment ended, not of one that was cut; ``has_next``, true where the
+        next state is known: at an episode's last step if the data store ``next_observations``.
     observations
         Columns that make up a state, frames and vectors; of several ``batch.states`` is a mapping
         of their names.  Vectors are normalised, frames are not.
@@ -242,8 +247,8 @@ class GearLoader(Closing, Iterator[Batch]):
         dataset
             In place of the data that the recipe names, which must be there: training makes them.
         options
-            Options that a recipe lacks, as for `GearLoader`: `world`, `extra_columns`,
-            `start_step`, or `device` in place of ``train.device``.
+            Options that a recipe lacks, as for `GearLoader`: `world`, `start_step`, or `device` in
+            place of ``train.device``; `extra_columns` in place of the recipe's.
 
         Raises
         ------

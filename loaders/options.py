@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, Literal
 
@@ -33,9 +33,7 @@ from gear_offline.errors import InputError, UnavailableError
 
 
 class LoaderOptions(LoaderSettings):
-    """The options of `gear_offline.GearLoader`: a recipe's section, and more."""
-
-    extra_columns: Sequence[str]
+    """The options of `gear_offline.GearLoader`: a recipe's section."""
 
     @cached_property
     def table(self) -> TableOptions:

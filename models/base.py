@@ -179,6 +179,8 @@ class SequenceModel(nn.Module):
         The meaning of `flops` in words.
     uncaptured
         The reason why its steps cannot be captured as a CUDA graph, if they cannot.
+    loss_names
+        Names of several losses of a model of this package; the trial finds those of others.
     blocks
         Its layers in order, where there are such: compiled, sharded, recomputed one by one.
 
@@ -211,6 +213,7 @@ class SequenceModel(nn.Module):
     compiled: tuple[str, ...] = ()
     formula: str = ""
     uncaptured: str | None = None
+    loss_names: tuple[str, ...] = ()
 
     if TYPE_CHECKING:  # modules and buffers of one's own
 

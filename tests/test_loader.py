@@ -539,3 +539,50 @@ def test_feedback_reaches_the_next_batch(samples: Dataset) -> None:
     other.loss_sampler.load_state(loader.loss_sampler.state())
     other.load_state_dict(state)
     assert torch.equal(next(other).states, next(loader).states)
+
+
+@pytest.mark.parametrize("placement", ["host", "disk"])
+@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("normalized", [True, False])
+def test_what_follows_each_step(
+    tmp_path: Path, stored: bool, padding: Any, normalized: bool, placement: Any
+) -> None:
+    """The next state, also behind a cut if the data have it; an end is told from a cut."""
+    steps, lengths = sum(LENGTHS), LENGTHS
+    columns = hopper_columns(steps, seed=3)
+    states, ends = columns["observations"], np.cumsum(lengths) - 1
+    after = np.roll(states, -1, 0)
+    after[ends] = 5.0 + np.arange(len(ends))[:, None]
+    columns |= {"next_observations": after} if stored else {}
+    data = make_dataset(tmp_path, lengths, columns=columns, shard_bytes=4096)
+    if normalized:
+        mean, std = (np.asarray(x, "f8") for x in (states.mean(0, "f8"), states.std(0, dtype="f8")))
+        after = ((after - mean) / (std + 1e-6)).astype("f4")
+    known, terminated = np.full(steps, True), np.zeros(steps, bool)
+    known[ends] = stored
+    terminated[ends[:-1]] = True  # the last episode is cut
+    after[ends] *= stored
+    names = ["next_states", "terminated", "has_next", "timeouts"]
+    loader = GearLoader(
+        data, batch_size=16, context_length=5, seed=1, device="cpu", padding=padding,
+        normalize_states=normalized, placement=placement, extra_columns=names, host_budget="1MiB",
+    )  # fmt: skip
+    firsts = np.cumsum([0, *lengths])
+    for batch in take(loader, 8):
+        real = batch.attention_mask.bool().numpy()
+        rows = (firsts[batch.segments[:, :1].numpy()] + batch.timesteps.numpy())[real]
+        for name, expected in (("terminated", terminated), ("has_next", known)):
+            assert batch.extras[name].dtype == torch.bool
+            assert (batch.extras[name].numpy()[real] == expected[rows]).all(), name
+            assert not batch.extras[name].numpy()[~real].any()
+        found = batch.extras["next_states"].numpy()
+        assert found.dtype == np.float32 and not found[~real].any()
+        np.testing.assert_allclose(found[real], after[rows], rtol=1e-5, atol=1e-6)
+    loader.close()
+
+
+def test_next_states_of_frames_are_refused(tmp_path: Path) -> None:
+    data = make_dataset(tmp_path, [6, 5], columns=image_columns(11, (9, 9)))
+    with one_error("LOADER_OPTION", "one column of vectors"):
+        GearLoader(data, batch_size=4, device="cpu", extra_columns=["next_states"])

@@ -103,6 +103,7 @@ Columns = Annotated[tuple[Text, ...], Field(min_length=1, strict=False), Listed]
 Targets = Annotated[
     Annotated[tuple[float, ...], Field(strict=False)] | None, BeforeValidator(target_list), Listed
 ]
+Names = Annotated[tuple[Text, ...], Field(strict=False), Listed]
 Parts = Annotated[tuple[Part, ...], Field(strict=False), Listed]
 Pair = Annotated[tuple[float, float], Field(strict=False), Listed]
 EnvironmentOptions = dict[str, JsonValue]
@@ -389,6 +390,8 @@ class LoaderSettings(Section):
     """Columns that make up an observation, frames and vectors: [camera, state]."""
     frame_stack: Annotated[int, Field(ge=1, le=64)] = 1
     """Frames of each column of single frames that make up a state."""
+    extra_columns: Names = ()
+    """Further columns in batch.extras; next_states, terminated and has_next are computed."""
     padding: Literal["right", "left"] = "right"
     """Side on which segments shorter than K are filled up."""
     gamma: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
@@ -420,7 +423,7 @@ class ModelSettings(Section):
     """The model and its own options; a base for the options of other models."""
 
     kind: Part = "decision_transformer"
-    """decision_transformer, decoupled, mlp, transformers.DecisionTransformerModel, FILE.py:Name."""
+    """decision_transformer, decoupled, mlp, iql, FILE.py:Name; Hugging Face: transformers.NAME."""
     max_timestep: Positive | None = None
     """Longest episode the model can place; null: the longest of the data and the environment."""
 
@@ -516,6 +519,34 @@ class MLPSettings(ModelSettings):
     shape = property(lambda self: (self.layers, self.hidden_size, 1))
 
 
+class IQLSettings(ModelSettings):
+    """Sizes and constants of implicit Q-learning; the paper's for locomotion."""
+
+    kind: Part = "iql"
+    """As of the Decision Transformer."""
+    expectile: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.7
+    """Expectile of the critics that the value is; 0.5 is their mean."""
+    temperature: NotNegative = 3.0
+    """Factor of the advantage in the weight of an action; 0 is cloning."""
+    gamma: Annotated[float, Field(ge=0.0, le=1.0)] = 0.99
+    """Discount of the values; loader.gamma is of the returns-to-go."""
+    target_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 0.005
+    """Share of the critics that their slow copies take over each step."""
+    reward_scale: PositiveFloat | Literal["auto"] = "auto"
+    """Rewards are divided by it; auto: best less worst return of the data, over 1000."""
+    policy: Literal["gaussian", "deterministic"] = "gaussian"
+    """gaussian: a likelihood with one deviation an action element; deterministic: squared error."""
+    hidden_size: Positive = 256
+    """Width of the layers."""
+    layers: Annotated[Whole, Field(ge=1, le=1000)] = 2
+    """Hidden layers of each network."""
+    action_tanh: bool | Literal["auto"] = "auto"
+    """Squash the policy's means into [-1, 1]; auto: where the data lie in it."""
+
+    is_stochastic = property(lambda self: self.policy == "gaussian")
+    shape = property(lambda self: (self.layers, self.hidden_size, 1))
+
+
 class OwnModelSettings(ModelSettings):
     """The options of a model that comes from elsewhere, which checks them itself."""
 
@@ -527,6 +558,7 @@ MODEL_KINDS: dict[str, tuple[type[ModelSettings], str]] = {  # options, class in
     "decision_transformer": (TransformerSettings, "decision_transformer:DecisionTransformer"),
     "decoupled": (DecoupledSettings, "decoupled:Decoupled"),
     "mlp": (MLPSettings, "mlp:MLP"),
+    "iql": (IQLSettings, "iql:IQL"),
     RELEASED: (ReleasedSettings, "hugging_face:Released"),
 }
 

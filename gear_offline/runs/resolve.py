@@ -230,6 +230,10 @@ def _model_options(
     if recipe.model.max_timestep is None:
         timesteps = max(longest, recipe.loader.context_length)
         changes["model.max_timestep"] = start.model.facts.max_timestep if start else timesteps
+    if getattr(recipe.model, "reward_scale", None) == "auto":
+        returns = dataset.manifest.returns
+        spread = (returns.max - returns.min) / 1000
+        changes["model.reward_scale"] = spread if isfinite(spread) and spread > 0 else 1.0
     tanh, actions = getattr(recipe.model, "action_tanh", False), dataset.statistics["actions"]
     if tanh and discrete:
         changes["model.action_tanh"] = False  # logits are not bounded

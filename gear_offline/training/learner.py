@@ -117,7 +117,7 @@ class Learner:
             torch.manual_seed((recipe.seed + world.rank * SEED_STRIDE) % (1 << 63))
         segments, half = self.loader.rank_batch, built.half
         self.meter = Meter(recipe, self.model, segments, device, half=half)
-        self.loss_names = built.trial.names
+        self.loss_names = built.trial.names or self.model.loss_names
         self.step = 0
         self.window = ReportWindow(recipe.train.log_every, device, len(self.loss_names))
 

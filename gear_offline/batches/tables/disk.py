@@ -90,7 +90,7 @@ def share_out(
     fixed_bytes = INDEX_BYTES * episodes + min(GUIDE_BYTES * episodes, 4 << GUIDE_BITS) + 8 * guide
     slot_bytes = rows * sum(row_bytes) + REFERENCE_BYTES + 8
     column_bytes = [(steps + 2 * rows) * nbytes for nbytes in row_bytes]
-    in_no_file = [None in plan.fields for plan in plans]
+    in_no_file = [plan.is_derived for plan in plans]
     widest = max(n for n, nowhere in zip(column_bytes, in_no_file, strict=True) if not nowhere)
     small = [n <= budget_bytes // RESIDENT_SHARE and n < widest for n in column_bytes]
     resident = [nowhere or few for nowhere, few in zip(in_no_file, small, strict=True)]

@@ -37,6 +37,7 @@ from gear_offline.batches.tables.fields import (
     standard_fields,
     to_float32,
 )
+from gear_offline.batches.tables.following import FOLLOWING, following_field, following_rows
 from gear_offline.batches.tables.joint import JointDataset, Part, TableData, parts_of, shards_of
 from gear_offline.batches.tables.returns import sum_returns, whole_episodes
 from gear_offline.core.system import usable_cores
@@ -69,7 +70,7 @@ class TableOptions:
     gamma: float = 1.0
     returns_scale: float = 1.0
     normalize_states: bool = False
-    extra_columns: Sequence[str] = ()  # kept in their source dtype bit for bit
+    extra_columns: Sequence[str] = ()  # in their source dtype bit for bit, and `following` ones
     frame_stack: int = 1  # frames that make up a state; the column holds single ones
     observations: tuple[str, ...] = (STATES,)  # columns that make up a state
 
@@ -141,6 +142,11 @@ class GroupPlan:
         return self.width * self.dtype.itemsize
 
     @property
+    def is_derived(self) -> bool:
+        """True if its rows are in no file."""
+        return not {None, *FOLLOWING}.isdisjoint(self.fields)
+
+    @property
     def only(self) -> tuple[str | None, Field]:
         """The column and the field of a group of one."""
         (pair,) = self.fields.items()
@@ -180,10 +186,16 @@ def plan_groups(
     }
     packed = {} if apart else packed
     alone = {column: f for column, f in fields.items() if column not in packed}
-    for name in extra_columns:
-        spec = source.spec[name]
-        alone[name] = Field(name=EXTRA + name, dtype=spec.dtype, shape=spec.shape)
     plans = [_packed_plan(packed)] if packed else []
+    for name in extra_columns:
+        if name in FOLLOWING:
+            single = following_field(name, [standard[each] for each in options.observations])
+            width, dtype = single.width, single.dtype
+            plan = GroupPlan(fields={name: single}, width=width, dtype=dtype, final=True)
+            plans.append(plan)
+        else:
+            spec = source.spec[name]
+            alone[name] = Field(name=EXTRA + name, dtype=spec.dtype, shape=spec.shape)
     for column, single in alone.items():
         spec = source.spec[REWARDS if column is None else column]
         final = column is None or (joint and normalize_states and column == STATES)
@@ -315,7 +327,12 @@ def _fill(
         first = options.margin + job.first_step
         for plan, group in groups:
             rows = group.rows[first : first + int(job.lengths.sum())]
-            if plan.final:
+            if name := next(iter(FOLLOWING & plan.fields.keys()), None):
+                column = options.observations[0]
+                states = fields[job.part.name][column]
+                following = following_rows(job.part.dataset, job.shard, name, states, column)
+                rows[:, : following.shape[1]] = following
+            elif plan.final:
                 _fill_final(job, plan, rows, fields[job.part.name], options)
             else:
                 _copy_column(job, plan, rows)
