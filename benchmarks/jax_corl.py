@@ -39,6 +39,12 @@ def run(*, quick: bool = False) -> dict[str, Any]:
         step.run()
         ours = alternate({COMPILED: step.run}, turns=turns, seconds=1.0)[COMPILED]
         rows.append({"name": f"ours, {COMPILED}", "steps_per_second": 1 / ours})
+        stack = make_step(
+            [paper_learner(data.dataset, OURS[COMPILED], seed=n) for n in range(SEEDS)]
+        )
+        together = alternate({"stack": stack.run}, turns=turns, seconds=1.0)["stack"]
+        name = f"ours, {SEEDS} seeds stacked, in sum"
+        rows.append({"name": name, "steps_per_second": SEEDS / together})
         for name, rate in _rates(peer, _trajectories(peer, data), steps, turns).items():
             rows.append({"name": name, "steps_per_second": rate})
     for row in rows:

@@ -42,8 +42,8 @@ DDP = ("train.parallel=ddp", "train.graph=off")  # replicas are captured otherwi
 # name: recipe, changed options
 ALONE: dict[str, tuple[str, tuple[str, ...]]] = {
     "dt_1b": ("dt_1b", ()),
-    "dt_87m": ("dt_87m", ()),
     "dt_1b, 8 bits": ("dt_1b", EIGHT_BITS),
+    "dt_87m": ("dt_87m", ()),
     "dt_87m, 8 bits": ("dt_87m", EIGHT_BITS),
     "dt_87m, float32 weights": ("dt_87m", AUTOCAST),
     "dt_87m, batch 2,048": ("dt_87m", ("loader.batch_size=2048",)),

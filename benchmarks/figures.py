@@ -1,0 +1,160 @@
+"""README's figures, made anew from nothing, each beside its peer of the same run.
+
+python -m benchmarks figures              all that this machine can make, as README's table
+python -m benchmarks figures gather       one of them
+python -m benchmarks figures --check      and how far it moved from the stored one
+
+The stored ones are the documents in docs/benchmarks; README's table is written from them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gear_offline.core.text import say
+
+DOCUMENTS = Path(__file__).parents[1] / "docs" / "benchmarks"
+MOVED = 0.15  # a ratio, or seconds without a peer, that differ by more have moved
+
+Document = Mapping[str, Any]
+Rates = Callable[[Document], tuple[float, dict[str, float]]]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A row of README: what a benchmark's document says of us and of its peers."""
+
+    title: str
+    benchmark: str
+    stored: str  # document in docs/benchmarks
+    rates: Rates  # ours, and those of peers
+    text: str  # of ours, {:,.0f}
+    peers: str  # of ratios, by peer
+    quick: bool = False  # its quick form has all that is needed
+
+    def cells(self, document: Document) -> str:
+        """Return the row of a Markdown table."""
+        ours, peers = self.rates(document)
+        ratios = {name.replace(" ", "_"): ours / rate for name, rate in peers.items()}
+        return f"| {self.title} | {self.text.format(ours)} | {self.peers.format(**ratios)} |"
+
+    def measure(self) -> dict[str, Any] | None:
+        """Run the benchmark as whoever types it would; None if this machine cannot."""
+        command = [sys.executable, "-m", "benchmarks", self.benchmark, "--json"]
+        done = subprocess.run([*command, *["--quick"] * self.quick], stdout=subprocess.PIPE)
+        if done.returncode:
+            say(f"{self.benchmark}: not measured, see above")
+            return None
+        document: dict[str, Any] = json.loads(done.stdout)
+        return document
+
+    def moved(self, document: Document) -> float:
+        """Return how far the first ratio, or seconds without a peer, lie from the stored ones."""
+        now, before = (self._compared(each) for each in (document, self.read()))
+        return now / before - 1
+
+    def read(self) -> Document:
+        """Return the stored document."""
+        document: Document = json.loads((DOCUMENTS / self.stored).read_text(encoding="utf-8"))
+        return document
+
+    def _compared(self, document: Document) -> float:
+        ours, peers = self.rates(document)
+        return ours / next(iter(peers.values())) if peers else ours
+
+
+def _rates(column: str, ours: Mapping[str, Any], **peers: Mapping[str, Any]) -> Rates:
+    """Return the rates in rows that have these values."""
+
+    def rate(rows: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> float:
+        return float(next(row[column] for row in rows if values.items() <= row.items()))
+
+    def rates(document: Document) -> tuple[float, dict[str, float]]:
+        rows = document["results"]
+        return rate(rows, ours), {name: rate(rows, values) for name, values in peers.items()}
+
+    return rates
+
+
+def _gathered(document: Document) -> tuple[float, dict[str, float]]:
+    rows = {row.get("window_bytes"): row for row in document["results"] if row["what"] == "hbm"}
+    small, large = rows[4096], rows[1 << 20]
+    ours, name = float(small["gigabytes_per_second"]), "peer_gigabytes_per_second"
+    return ours, {"small": small[name], "large": ours * large[name] / large["gigabytes_per_second"]}
+
+
+FIGURES = [
+    Figure(
+        "batches a second, two CPU cores, B = 64, K = 20",
+        *("loader", "loader.json"),
+        _rates(
+            "batches_per_second",
+            {"name": "GearLoader", "batch_size": 64},
+            numpy={"name": "NumPy gather", "batch_size": 64},
+            d3rlpy={"name": "d3rlpy", "batch_size": 64},
+        ),
+        *("{:,.0f}", "same run: {numpy:.1f} x vectorised NumPy, {d3rlpy:.0f} x d3rlpy"),
+    ),
+    Figure(
+        "gathering 4 KiB windows from an H200's memory",
+        *("gather", "gather.json", _gathered),
+        *("{:,.0f} GB/s", "{small:.2f} x `torch.index_select`; 1 MiB {large:.2f}"),
+    ),
+    Figure(
+        "training steps a second, eight seeds, one H200, bfloat16",
+        *("jax_corl", "jax_corl.json"),
+        _rates(
+            "steps_per_second",
+            {"name": "ours, 8 seeds stacked, in sum"},
+            jax={"name": "the same, 8 seeds vmapped, in sum"},
+        ),
+        *("{:,.0f}", "{jax:.1f} x JAX-CORL under `vmap`, float32 weights"),
+    ),
+    Figure(
+        "`train paper`, 100,000 steps with ten evaluations, Hopper, one H200",
+        *("clock", "clock.json", _rates("last_score", {"name": "new machine"})),
+        *("{:.1f} s", "no peer; from the command to the last score, caches empty"),
+    ),
+    Figure(
+        "1.2 B parameters in 8 bits, one H200",
+        *("step", "step.json"),
+        _rates("tflops", {"name": "dt_1b, 8 bits"}, bfloat16={"name": "dt_1b"}),
+        *("{:,.0f} TFLOP/s", "{bfloat16:.2f} x our bfloat16; its learning was not measured"),
+        quick=True,
+    ),
+]
+
+
+def run_figures(names: Sequence[str], *, check: bool) -> int:
+    """Measure figures and print README's table; return 1 if one is missing or has moved."""
+    chosen = [figure for figure in FIGURES if not names or figure.benchmark in names]
+    lines, status = list[str](), 0
+    for figure in chosen:
+        if figure.benchmark != "loader" and not torch.cuda.is_available():
+            say(f"{figure.benchmark}: needs a GPU")
+            continue
+        document = figure.measure()
+        if document is None:
+            status = 1
+            continue
+        line = figure.cells(document)
+        if check:
+            share = figure.moved(document)
+            line += f" {share:+.0%} |"
+            status = max(status, abs(share) > MOVED)
+        lines.append(line)
+    print("\n".join(lines))
+    return status
+
+
+def readme_rows() -> list[str]:
+    """Return README's rows, from the stored documents."""
+    return [figure.cells(figure.read()) for figure in FIGURES]
