@@ -128,7 +128,7 @@ def convert(
     """Convert a dataset to GEAR shards."""
     options = locals() | {"discrete": discrete or ()}
     if where:  # every one of them holds
-        options["where"] = " and ".join(map("({})".format, where)) if where[1:] else where[0]
+        options["where"] = " and ".join(f"({text})" for text in where) if where[1:] else where[0]
     go.convert(**options)
     from gear_offline.core.text import say
     from gear_offline.evaluation.environments import explain_unregistered
@@ -211,7 +211,7 @@ def export(
     "Data", "push data/mine hub:USER/NAME", "push runs/hopper-medium-s0 hub:USER/NAME --private"
 )
 def push(
-    path: Path = Argument(help="Dataset, run, checkpoint or policy folder."),
+    what: Path = Argument(help="Dataset, run, checkpoint or policy folder."),
     name: str = Argument(help="hub:USER/NAME, or hub:USER/NAME@BRANCH."),
     task: str | None = Option(None, help="The task to act in, of a run of several."),
     private: bool = Option(False, "--private", help="If it is made: for you alone."),
@@ -221,10 +221,10 @@ def push(
     from gear_offline.data.dataset.manifest import is_dataset
 
     pushed: Any
-    if is_dataset(path):
-        pushed = go.open_dataset(path, verify=False)
+    if is_dataset(what):
+        pushed = go.open_dataset(what, verify=False)
     else:
-        pushed = go.load_policy(path, task, device="cpu", model=model)
+        pushed = go.load_policy(what, task, device="cpu", model=model)
     show(pushed.push_to_hub(name, private=private))
 
 

@@ -73,13 +73,12 @@ def shift_source(source: Source, shift: Mapping[str, int]) -> Source:
     shifts = dict[str, int]()
     for name, by in shift.items():
         below = [c.name for c in source.spec if c.name == name or c.name.startswith(f"{name}/")]
-        if not below:
-            problem = f"shift {name}={by} names no column"
-            remedy = f"columns here: {some_names(column.name for column in source.spec)}"
-            raise InputError("USAGE", problem, source.info.uri, remedy)
-        if type(by) is not int or not 0 <= by <= MOST_SHIFT:
+        if not below or type(by) is not int or not 0 <= by <= MOST_SHIFT:
             problem = f"shift {name}={by} is no whole number of rows from 0 to {MOST_SHIFT:,}"
-            raise InputError("USAGE", problem, remedy="write it like actions=1,rewards=1")
+            problem = problem if below else f"shift {name}={by} names no column"
+            remedy = "write it like actions=1,rewards=1; columns here: "
+            remedy += some_names(column.name for column in source.spec)
+            raise InputError("USAGE", problem, remedy=remedy)
         shifts |= dict.fromkeys(below, by)
     if not (most := max(shifts.values(), default=0)):
         return source
