@@ -112,9 +112,9 @@ def write_hdf5(path: Path, *, episodes: int = 40, length: int = 25, seed: int = 
     return path
 
 
-def no_picture(figure: Any, kind: str = "png") -> bytes:
+def no_picture(figure: Any, file_type: str = "png") -> bytes:
     """Stand in for `gear_offline.core.plots.draw`, which takes a third of a second."""
-    return b"\x89PNG" if kind == "png" else b"<svg/>"
+    return b"\x89PNG" if file_type == "png" else b"<svg/>"
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -11,7 +11,7 @@ from typing import Any
 from gear_offline.config.environment_options import options_name
 from gear_offline.config.problems import nearest
 from gear_offline.config.sections import PlaySettings
-from gear_offline.config.strict_yaml import dump_yaml, read_yaml, typed_value
+from gear_offline.config.strict_yaml import dump_yaml, parse_value, read_yaml
 from gear_offline.core.files import LOCK, check_new_file, write_file, writing
 from gear_offline.core.parts import is_part, is_same, part_name
 from gear_offline.core.text import quote, to_plain
@@ -49,8 +49,8 @@ def copy_recipe(name: str, destination: str | os.PathLike[str] = ".") -> Path:
     text = source.read_text("utf-8")
     if is_of_run(source):  # nobody types names by copying them
         content = _read(source)
-        digests = dict.fromkeys(sorted(named_parts(content)), "") | dict(content.get("parts") or {})
-        text = dump_yaml(content | {"parts": digests})
+        digests = dict.fromkeys(sorted(find_part_names(content)), "")
+        text = dump_yaml(content | {"parts": digests | dict(content.get("parts") or {})})
     text = re.sub(r"(?m)^name: .*$", f"name: {target.stem}", text, count=1)
     check_new_file(target)
     with writing(target):
@@ -120,18 +120,18 @@ def is_of_run(path: Path) -> bool:
     return file.name == "recipe.yaml" or any((file.parent / name).exists() for name in markers)
 
 
-def named_parts(options: Any) -> set[str]:
+def find_part_names(options: Any) -> set[str]:
     """Return the names in options that their writer types, in texts and lists of them.
 
     Names under ``parts`` are of those who typed them before.
     """
     if isinstance(options, Mapping):
         digests, how = options.get("parts"), options.get("environment_options")
-        names = named_parts([value for key, value in options.items() if key != "parts"])
+        names = find_part_names([value for key, value in options.items() if key != "parts"])
         names |= {options_name(how)} if isinstance(how, Mapping) else set()
         return names - {*(digests if isinstance(digests, Mapping) else ())}
     if isinstance(options, (list, tuple)):
-        return set[str]().union(*map(named_parts, options))
+        return set[str]().union(*map(find_part_names, options))
     words: list[Any] = [options, *options.split(",")] if isinstance(options, str) else [options]
     part_names = [part_name(word.strip() if isinstance(word, str) else word) for word in words]
     return {name for name in part_names if is_part(name)}
@@ -143,7 +143,7 @@ def with_bases(path: Path, depth: int = 0) -> tuple[dict[str, Any], set[str]]:
     Nobody has typed those of a run's recipe, nor those that it is based on.
     """
     content = _read(path)
-    names = set[str]() if is_of_run(path) else named_parts(content)
+    names = set[str]() if is_of_run(path) else find_part_names(content)
     base = content.pop("base", None)
     if base is None:
         return content, names
@@ -190,7 +190,7 @@ def _pairs(overrides: Overrides) -> Iterator[tuple[str, Any]]:
         if not equals or not all(key.split(".")):
             remedy = "write options as key=value, e.g. train.steps=3000"
             raise InputError("RECIPE", f"{text!r} is not an override", remedy=remedy)
-        yield key, typed_value(key, value)
+        yield key, parse_value(key, value)
 
 
 def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

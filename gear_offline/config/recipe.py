@@ -20,8 +20,8 @@ from gear_offline.config.environment_options import beyond_bounds, options_name
 from gear_offline.config.files import (
     Overrides,
     apply_overrides,
+    find_part_names,
     find_recipe,
-    named_parts,
     with_bases,
 )
 from gear_offline.config.problems import guess_option, option_text
@@ -160,7 +160,7 @@ class Recipe(Section):
         """Names of environments' options that a file alone may not ask for."""
         tasks = list((self.data.tasks or {}).values())
         makers = [self.data.collect, *(task.collect for task in tasks)]
-        players = [self.evaluate, *tasks, *(maker for maker in makers if maker is not None)]
+        players: list[Any] = [self.evaluate, *tasks, *filter(None, makers)]
         for options in filter(None, (player.environment_options for player in players)):
             if beyond_bounds(options):
                 yield options_name(options)
@@ -212,7 +212,7 @@ class Recipe(Section):
 
         `where` is what errors (``RECIPE``) name.
         """
-        return cls.read(value, where=where).typing(named_parts(value))
+        return cls.read(value, where=where).typing(find_part_names(value))
 
     @classmethod
     def read(cls, value: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
@@ -247,7 +247,7 @@ class Recipe(Section):
 
         ``recipe.replace({"train.steps": 10})`` and ``recipe.replace("train.steps=10")`` are alike.
         """
-        typed = named_parts(apply_overrides({}, overrides)) | {*self.part_names} - {*self.parts}
+        typed = find_part_names(apply_overrides({}, overrides)) | {*self.part_names} - {*self.parts}
         return self.settle(overrides).typing(typed)
 
     def settle(self, changes: Overrides) -> Recipe:
@@ -318,7 +318,7 @@ def read_recipe(path: Path, overrides: Overrides = (), *, where: str = "") -> Re
     options, typed = with_bases(path)
     options = {"name": path.stem, "description": ""} | options
     loaded = Recipe.read(apply_overrides(options, overrides), where=where or str(path))
-    return loaded.typing(typed | named_parts(apply_overrides({}, overrides)))
+    return loaded.typing(typed | find_part_names(apply_overrides({}, overrides)))
 
 
 def strategies_in(options: Any) -> Iterator[str]:

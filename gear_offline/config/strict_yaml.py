@@ -39,7 +39,7 @@ def parse_yaml(text: str, *, where: str) -> Any:
     raise InputError("RECIPE", problem, location, remedy)
 
 
-def typed_value(key: str, text: str) -> Any:
+def parse_value(key: str, text: str) -> Any:
     """Return the value that `text` gives an option; refuse to cut it at a ``#``."""
     if re.search(r"(^|\s)#", text) and text.lstrip()[:1] not in "'\"[{":
         remedy = f"write {quote(f'{key}={json.dumps(text, ensure_ascii=False)}')}"

@@ -41,7 +41,7 @@ def fetch(name: str, repo_type: Kind, code: str, *, only: tuple[str, ...] = ()) 
 
     repo, inner, revision = _parts(name, code)
     patterns = [inner, f"{inner}/*"] if inner else [*only] or None
-    options = {"revision": revision, "allow_patterns": patterns}
+    options: dict[str, Any] = {"revision": revision, "allow_patterns": patterns}
     with _hub_errors(name, repo_type, code):
         path = Path(snapshot_download(repo, repo_type=repo_type, **options), inner or "")
     if not path.exists():
@@ -64,7 +64,7 @@ def put(files: Mapping[str, Any], name: str, repo_type: Kind, *, private: bool =
         if revision is not None:
             api.create_branch(repo, branch=revision, repo_type=repo_type, exist_ok=True)
         added = [CommitOperationAdd(f"{inner or '.'}/{file}", files[file]) for file in files]
-        options = {"repo_type": repo_type, "revision": revision}
+        options: dict[str, Any] = {"repo_type": repo_type, "revision": revision}
         message = f"Upload a {repo_type} with gear-offline"
         api.create_commit(repo, added, commit_message=message, **options)
     return str(address)

@@ -372,7 +372,7 @@ def part_error(
 ) -> InputError:
     """Return the error of what a part raises, with the lines of its own files."""
     text = f"{action} raised {type(error).__name__}: {first_line(error)}"
-    lines = own_lines(error)
+    lines = find_user_lines(error)
     text += f", at {', from '.join(lines)}" if lines else ""
     if not remedy and not lines and isinstance(error, ImportError):
         remedy = "put the folder of a module on PYTHONPATH, or name a file: "
@@ -381,7 +381,7 @@ def part_error(
     return InputError(part_kind.code, text, name, remedy)
 
 
-def own_lines(error: BaseException, libraries: tuple[str, ...] = ()) -> list[str]:
+def find_user_lines(error: BaseException, libraries: tuple[str, ...] = ()) -> list[str]:
     """Return the newest lines of a traceback that are neither of ours nor of libraries."""
     cause: BaseException | None = error
     ours = (*LOADERS, *(f"{PACKAGE.parent}/{n}/" for n in (PACKAGE.name, "models", "loaders")))

@@ -53,9 +53,9 @@ from gear_offline.core.parts import (
     check_admitted,
     digest_of,
     find_part,
+    find_user_lines,
     is_admitted,
     is_importable,
-    own_lines,
     part_module,
     readmit,
 )
@@ -155,7 +155,7 @@ def guard(environment_id: str, problem: str, call: Callable[..., T], *words: Any
     except GearError:
         raise
     except (Exception, SystemExit) as error:
-        lines = own_lines(error, LIBRARIES)
+        lines = find_user_lines(error, LIBRARIES)
         problem = f"{problem} raised {type(error).__name__}: {first_line(error)}"
         problem += f", at {', from '.join(lines)}" if lines else ""
         remedy = "mend it there"

@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field
 
 from gear_offline.config.files import flat
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.config.strict_yaml import dump_yaml, parse_yaml, typed_value, whole_number
+from gear_offline.config.strict_yaml import dump_yaml, parse_value, parse_yaml, whole_number
 from gear_offline.core.files import LOCK, HeldDirectory, check_folder, read_regular, write_file
 from gear_offline.core.parts import is_part
 from gear_offline.core.text import first_line, to_plain
@@ -114,7 +114,7 @@ def parse_options(overrides: Sequence[str]) -> dict[str, list[Any]]:
             raise _usage_error(f"{key} is given twice", "write its values as one list: key=a,b,c")
         where = f"override {key}"
         is_one = "," not in text
-        options[key] = [typed_value(key, text)] if is_one else parse_yaml(f"[{text}]", where=where)
+        options[key] = [parse_value(key, text)] if is_one else parse_yaml(f"[{text}]", where=where)
     return options
 
 

@@ -29,7 +29,7 @@ from gear_offline.data.dataset.manifest import (
     ShardRecord,
     read_admissions,
 )
-from gear_offline.data.dataset.schema import EpisodeIndex, TableSpec, chosen_episodes
+from gear_offline.data.dataset.schema import EpisodeIndex, TableSpec, parse_episodes
 from gear_offline.data.dataset.scores import ReferenceScores, RewardEdit
 from gear_offline.data.dataset.shard import (
     DIGEST_CHARS,
@@ -333,7 +333,7 @@ class Dataset:
         A run's widest column takes `RUN_BYTES`, or one episode; parameters and errors are those of
         `iter_episodes`.
         """
-        numbers = np.arange(len(self)) if which is None else chosen_episodes(which, len(self))
+        numbers = np.arange(len(self)) if which is None else parse_episodes(which, len(self))
         names = [c.name for c in self.spec] if columns is None else list(columns)
         most = max(1, RUN_BYTES // max((self.spec[n].step_bytes for n in names), default=1))
         offsets = self.episodes.offsets

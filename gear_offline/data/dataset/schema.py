@@ -213,15 +213,13 @@ def fold_episodes(
     totals[first:last] = function(totals[first:last], sums)
 
 
-def chosen_episodes(which: npt.ArrayLike, episodes: int) -> Int64Array:
+def parse_episodes(which: npt.ArrayLike, episodes: int) -> Int64Array:
     """Return the numbers of chosen episodes, int64; `which` are numbers or (E,) bool."""
     numbers = np.atleast_1d(np.asarray(which))
     if numbers.dtype == np.bool_ and numbers.shape == (episodes,):
         numbers = np.flatnonzero(numbers)
     if not numbers.size or numbers.ndim != 1 or numbers.dtype.kind not in "iu":
-        problem = (
-            "none is chosen" if not numbers.size else f"{numbers.dtype} of shape {numbers.shape}"
-        )
+        problem = f"{numbers.dtype} of shape {numbers.shape}" if numbers.size else "none is chosen"
     elif numbers.min() < 0 or numbers.max() >= episodes:
         problem = f"{numbers.min()} to {numbers.max()} are asked for, there are 0 to {episodes - 1}"
     elif np.unique(numbers).size < numbers.size:

@@ -59,7 +59,7 @@ class SourceInfo:
         return replace(self, attributes={**self.attributes, **facts})
 
 
-def own_scores(facts: Mapping[str, Any], name: str) -> ReferenceScores | None:
+def read_scores(facts: Mapping[str, Any], name: str) -> ReferenceScores | None:
     """Return the reference scores of a source's own facts, as Minari calls them."""
     with suppress(KeyError, TypeError, ValueError):
         low, high = (float(facts[f"ref_{end}_score"]) for end in ("min", "max"))

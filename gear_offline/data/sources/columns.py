@@ -71,7 +71,7 @@ def split_names(text: str) -> list[str]:
     return [name.strip().strip("/") for name in text.split("+")]
 
 
-def names_after(stored: Iterable[str], names: Mapping[str, str]) -> set[str]:
+def rename_columns(stored: Iterable[str], names: Mapping[str, str]) -> set[str]:
     """Return the columns as they are called once the user's `names` are given."""
     used = {name for origin in names.values() for name in split_names(origin)}
     return {*stored} - used | {*names}

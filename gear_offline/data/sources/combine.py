@@ -28,7 +28,7 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.data.dataset.manifest import MANIFEST_NAME
-from gear_offline.data.dataset.schema import ColumnSpec, channels_last, chosen_episodes
+from gear_offline.data.dataset.schema import ColumnSpec, channels_last, parse_episodes
 from gear_offline.data.sources.base import Piece, Source, SourceInfo
 from gear_offline.data.sources.columns import (
     Kinds,
@@ -70,7 +70,7 @@ def pick_episodes(source: Source, which: npt.ArrayLike) -> Source:
         ``SOURCE_READ`` if the source is not an open one.
     """
     _check_open(source)
-    numbers = chosen_episodes(which, source.episodes.episodes)
+    numbers = parse_episodes(which, source.episodes.episodes)
     offsets = source.episodes.offsets
     # Episodes that follow each other are one piece: fewer and longer reads.
     runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)

@@ -21,7 +21,7 @@ from gear_offline.core.progress import Progress
 from gear_offline.core.text import count_text
 from gear_offline.data.dataset.scores import dataset_file, dataset_names, dataset_of_file
 from gear_offline.data.sources.base import Source
-from gear_offline.data.sources.columns import names_after
+from gear_offline.data.sources.columns import rename_columns
 from gear_offline.data.sources.flags import TERMINAL_FLAGS, TIME_FLAGS
 from gear_offline.data.sources.rules import ARTIFICIAL
 from gear_offline.errors import GearError, InputError, UnavailableError
@@ -80,7 +80,7 @@ class D4rlFile(NamedTuple):
         Columns are those that the user's `names` make; widths are those of the `stored` ones, which
         have a ``shape``.
         """
-        columns, is_exported = names_after(stored, names), EXPORTED in attributes
+        columns, is_exported = rename_columns(stored, names), EXPORTED in attributes
         has_timeouts = "timeouts" in columns
         foreign = not has_timeouts and any(flag in columns for flag in TIME_FLAGS)
         is_d4rl = not foreign and {"observations", "actions", "rewards", "terminals"} <= columns

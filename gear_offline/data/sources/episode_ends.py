@@ -21,7 +21,7 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import BoolArray, Int64Array
 from gear_offline.data.sources.flags import PADDED, TERMINAL_FLAGS, UNIONS, RowsWhereTrue, true_rows
 from gear_offline.data.sources.input_files import misfit
-from gear_offline.data.sources.row_marks import falls, last_rows, row_marks, unnamed_marks
+from gear_offline.data.sources.row_marks import falls, guess_marks, last_rows, row_marks
 from gear_offline.data.sources.rules import CUTS, Rule, default_rule, split_values, union
 from gear_offline.data.sources.streams import doubts
 from gear_offline.errors import InputError
@@ -52,7 +52,7 @@ def split_episodes(
     true = cache(lambda name: true_rows(table[name], name, where, values.get(name), flags))
     unnamed, note = dict[str, tuple[Int64Array, str]](), ""
     if rule is None:
-        unnamed = unnamed_marks(table, rows)
+        unnamed = guess_marks(table, rows)
         rule, note = default_rule(flags, true)
         if not rule:
             raise _no_rule([*unnamed, *row_marks(table)], where)

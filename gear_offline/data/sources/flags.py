@@ -33,7 +33,7 @@ BLOCK_ROWS = 1 << 20  # of a column in memory
 RowsWhereTrue = Callable[[str], Int64Array]  # of a flag by its name, (K,)
 
 
-def chosen_flags(columns: Collection[str], names: Mapping[str, str]) -> dict[str, str]:
+def find_flags(columns: Collection[str], names: Mapping[str, str]) -> dict[str, str]:
     """Return the stored column of each flag.
 
     Where the user names a flag of terminations, or one of time limits, it is the only one.
@@ -100,7 +100,7 @@ def as_number(text: str) -> float:
 
 
 def blocks_of(column: Any) -> Iterator[tuple[int, Array]]:
-    """Yield the rows of a column part by part, with the number of each first one."""
+    """Yield the rows of a column block by block, with the number of each first one."""
     rows = max(1, BLOCK_ROWS // max(prod(column.shape[1:]), 1))
     for row in range(0, column.shape[0], rows):
         stop = min(row + rows, column.shape[0])

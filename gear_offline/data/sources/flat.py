@@ -14,7 +14,7 @@ from typing import Any
 from gear_offline.config.problems import nearest
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.data.sources.base import Piece, Request, Source, SourceInfo, own_scores
+from gear_offline.data.sources.base import Piece, Request, Source, SourceInfo, read_scores
 from gear_offline.data.sources.columns import (
     can_be_column,
     row_kinds,
@@ -24,7 +24,7 @@ from gear_offline.data.sources.columns import (
 )
 from gear_offline.data.sources.d4rl import D4rlFile
 from gear_offline.data.sources.episode_ends import split_episodes
-from gear_offline.data.sources.flags import FLAGS, chosen_flags
+from gear_offline.data.sources.flags import FLAGS, find_flags
 from gear_offline.data.sources.hdf5 import Hdf5File
 from gear_offline.data.sources.input_files import InputFile, misfit
 from gear_offline.data.sources.ring import Ring
@@ -56,7 +56,7 @@ def open_hdf5(file: Hdf5File, request: Request) -> Source:
         format="hdf5",
         environment_id=environment if isinstance(environment, str) else None,
         environment_options=options,
-        scores=own_scores(attributes, request.uri),
+        scores=read_scores(attributes, request.uri),
         facts=facts,
         notes=file.warnings,
         numbers={**attributes, **{n: file.scalar(n) for n in single_values(file.datasets)}},
@@ -132,7 +132,7 @@ def flat_source(
         info["reference_name"], rule = d4rl.reference, rule or d4rl.rule
     if d4rl and format == "hdf5":
         format, info["environment_id"] = "d4rl", d4rl.environment
-    flags = chosen_flags(columns, names)
+    flags = find_flags(columns, names)
     table = {name: rows for name, rows in columns.items() if name not in flags.values()}
     pairs = {**names, **flags}
     table |= {name: columns[origin] for name, origin in pairs.items() if origin in columns}

@@ -27,7 +27,7 @@ import numpy as np
 from gear_offline.core.files import read_regular
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.data.sources.base import Piece, Request, Source, SourceInfo, own_scores
+from gear_offline.data.sources.base import Piece, Request, Source, SourceInfo, read_scores
 from gear_offline.data.sources.columns import Kinds, common_columns, row_kinds
 from gear_offline.data.sources.hdf5 import SUFFIXES, Hdf5File
 from gear_offline.data.sources.input_files import InputFile, files_in, misfit, reading_errors
@@ -104,7 +104,7 @@ def open_minari(path: Path, request: Request) -> Source:
             rule="episodes",
             environment_id=environment,
             environment_options=options,
-            scores=own_scores(metadata, uri),
+            scores=read_scores(metadata, uri),
             files=files,
             attributes={
                 "metadata": {k: metadata[k] for k in sorted(metadata) if k not in LONG},

@@ -23,7 +23,7 @@ from numpy.lib import format as npy
 from gear_offline.core.files import read_at
 from gear_offline.core.types import Array
 from gear_offline.data.sources.base import Request, Source
-from gear_offline.data.sources.columns import names_after
+from gear_offline.data.sources.columns import rename_columns
 from gear_offline.data.sources.flags import FLAGS, TIME_FLAGS
 from gear_offline.data.sources.flat import single_values, table_source
 from gear_offline.data.sources.input_files import InputFile, misfit, reading_errors
@@ -135,7 +135,7 @@ def open_npz(path: Path, request: Request) -> Source:
     if "valids" in members:
         problem = "a compact dataset of OGBench: two rows are flagged at each end"
         raise misfit(problem, path, "give ogbench's own file, or save with compact_dataset=False")
-    columns = names_after(members, request.names)
+    columns = rename_columns(members, request.names)
     # Its terminals are ends of trajectories, not of tasks; `masks` come with its rewards.
     ogbench = {"observations", "actions", "terminals"} <= columns
     ogbench = ogbench and not {*FLAGS} & {*request.names}

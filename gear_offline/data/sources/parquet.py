@@ -23,7 +23,7 @@ from gear_offline.data.dataset.scores import dataset_of_file
 from gear_offline.data.sources.arrow_messages import MAGIC, read_batches
 from gear_offline.data.sources.base import Piece, Request, Source, SourceInfo
 from gear_offline.data.sources.columns import row_kinds, split_names
-from gear_offline.data.sources.flags import chosen_flags
+from gear_offline.data.sources.flags import find_flags
 from gear_offline.data.sources.flat import REQUIRED, find_columns, table_source
 from gear_offline.data.sources.input_files import InputFile, misfit, reading_errors
 from gear_offline.data.sources.row_marks import MARK, row_marks
@@ -54,7 +54,7 @@ def open_parquet(path: Path, request: Request) -> Source:
     observed, acts = (split_names(names.get(name, name)) for name in REQUIRED)
     nested = any(is_list(getattr(types[n], "storage_type", types[n]).value_type) for n in lists)
     numbers = {name for name, dtype in types.items() if is_numeric(dtype)} - {*lists}
-    rewards, flags = {names.get("rewards", "rewards")}, {*chosen_flags(types, names).values()}
+    rewards, flags = {names.get("rewards", "rewards")}, {*find_flags(types, names).values()}
     mark_names = {mark[2] for mark in map(MARK.fullmatch, row_marks(types)) if mark}
     signs = rewards & types.keys() or (set[str]() if nested else flags or mark_names)
     rule_columns = {mark[2] for mark in MARK.finditer(request.rule or "")} & types.keys() - {*lists}

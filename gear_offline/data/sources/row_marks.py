@@ -1,6 +1,6 @@
 """Marks: columns that tell where episodes are by values other than a flag's true and false.
 
-A mark is the part ``KIND:COLUMN`` or ``KIND:COLUMN=VALUE`` of a rule.  The column holds the
+A mark is the term ``KIND:COLUMN`` or ``KIND:COLUMN=VALUE`` of a rule.  The column holds the
 ``starts``, ``ends`` or ``lengths`` of the episodes, or the ``ids`` of the episode of each row.
 Ends are the rows behind the last ones, as of replay buffers.  Or the column has a value on
 ``first`` or ``last`` rows.
@@ -24,7 +24,7 @@ from gear_offline.errors import InputError
 BOUNDS = ("starts", "ends", "lengths")  # that need not have a row a step
 MARK = re.compile(r"(starts|ends|lengths|ids|first|last|by):([^|=]+)(?:=(-?[0-9.]+))?")
 MIXED = "sort the rows by episode and step, and give each episode an id of its own"
-_ROW_MARKS = (  # names of columns that tell where episodes are, and the part of a rule for them
+_ROW_MARKS = (  # names of columns that tell where episodes are, and the term of a rule for them
     (r"(.*/)?(is_first|episode_starts?)", "first:{}"),
     (r"(.*/)?step_type", "last:{}=2"),
     (r"(.*/)?(episode|traj(ectory)?|demo|rollout)(_?(id|idx|index|number|num))?", "ids:{}"),
@@ -34,7 +34,7 @@ _ROW_MARKS = (  # names of columns that tell where episodes are, and the part of
 
 
 def row_marks(columns: Collection[str]) -> list[str]:
-    """Return parts of a rule for columns whose names say that they tell where episodes are."""
+    """Return terms of a rule for columns whose names say that they tell where episodes are."""
     pairs = ((name, *mark) for mark in _ROW_MARKS for name in columns)
     return [term.format(name) for name, pattern, term in pairs if re.fullmatch(pattern, name)]
 
@@ -112,7 +112,7 @@ def falls(column: Any, rows: int) -> Int64Array:
     return np.concatenate(drops)
 
 
-def unnamed_marks(table: Mapping[str, Any], rows: int) -> dict[str, tuple[Int64Array, str]]:
+def guess_marks(table: Mapping[str, Any], rows: int) -> dict[str, tuple[Int64Array, str]]:
     """Return marks of columns that no rule names and that tell episodes: last rows, a remedy."""
     marks = dict[str, tuple[Int64Array, str]]()
     for name, column in table.items():

@@ -36,7 +36,7 @@ KNOWN += ", starts:COLUMN, ends:, lengths:, ids:, by:"
 
 
 class Rule(NamedTuple):
-    """The parts of a rule: each ends episodes, and some tell which of them terminated."""
+    """The terms of a rule: each ends episodes, and some tell which of them terminated."""
 
     ends: list[str]  # flags, each of which ends an episode
     terminals: list[str]  # an episode terminated if its last row bears one of these ...
@@ -118,5 +118,5 @@ def split_values(rule: str | None) -> tuple[str | None, dict[str, str]]:
 
 
 def union(row_sets: Any) -> Int64Array:
-    """Return the rows that are in any of `parts`, sorted."""
+    """Return the rows that are in any of `row_sets`, sorted."""
     return reduce(np.union1d, row_sets, np.zeros(0, np.int64))

@@ -53,7 +53,7 @@ def split_order(
 
 
 class SortedColumn:
-    """A column whose rows are read in another order, in which long parts rise."""
+    """A column whose rows are read in another order, which rises over long runs."""
 
     def __init__(self, column: Any, order: Int64Array) -> None:
         self._column, self._order = column, order

@@ -30,7 +30,7 @@ from gear_offline.data.sources.combine import (
 from gear_offline.data.sources.d4rl import EXPORTED, find_or_download
 from gear_offline.data.sources.dqn_replay import open_dqn_replay, replay_folder
 from gear_offline.data.sources.episode_ends import judge_ends
-from gear_offline.data.sources.flags import LIMIT, MEANING, chosen_flags, true_rows
+from gear_offline.data.sources.flags import LIMIT, MEANING, find_flags, true_rows
 from gear_offline.data.sources.flat import open_hdf5
 from gear_offline.data.sources.hdf5 import SUFFIXES, Hdf5File
 from gear_offline.data.sources.hdf5_groups import episode_groups, open_groups
@@ -159,7 +159,7 @@ def _open(path: Path, request: Request) -> Source:
         source = reader(path, request)
         if source.info.format not in FLAT:
             _judge(source, request)
-    flags = chosen_flags(source.stored_names, request.names).values()
+    flags = find_flags(source.stored_names, request.names).values()
     for alias, origin in request.names.items() if not request.rule else ():
         if origin in flags and alias not in MEANING:
             source.warn(f"{origin}, now {alias}, still tells ends; --rule may name others")
@@ -181,7 +181,7 @@ def _judge(source: Source, request: Request) -> None:
     renamed = any(MEANING.get(name) not in (None, MEANING.get(origin)) for name, origin in names)
     if not (request.rule or renamed or source.info.format in JUDGED):
         return
-    flags = chosen_flags(source.stored_names, request.names)
+    flags = find_flags(source.stored_names, request.names)
     rows = {flag: source.column(source.find_column(origin)) for flag, origin in flags.items()}
     lengths = source.episodes.lengths
     for flag in (f for f in rows if MEANING[f] == LIMIT and source.info.format == "hdf5-groups"):

@@ -75,13 +75,13 @@ def _rows(sizes: Mapping[str, int], group: Any, name: str) -> SimpleNamespace | 
 
     `sizes` are the bytes of each file of the store.
     """
-    from gear_offline.data.sources.zarr_codecs import CodecNotRead, bounded_metadata
+    from gear_offline.data.sources.zarr_codecs import CodecNotRead, bound_codecs
 
     try:
         array = group[name]
         if not hasattr(array, "shape"):
             return None  # a group
-        bounded = bounded_metadata(array.metadata)
+        bounded = bound_codecs(array.metadata)
     except ValueError as error:
         if not isinstance(error, CodecNotRead) and type(error).__name__ != "UnknownCodecError":
             raise

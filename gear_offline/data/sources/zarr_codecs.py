@@ -70,11 +70,11 @@ class BoundedBytesCodec(BytesBytesCodec):
         raise NotImplementedError
 
 
-def bounded_metadata(metadata: Any) -> dict[str, Any]:
+def bound_codecs(metadata: Any) -> dict[str, Any]:
     """Return an array's metadata with codecs that are bounded."""
     facts = dict(metadata.to_dict())
     if metadata.zarr_format == 3:
-        return facts | {"codecs": _bounded_codecs(metadata.codecs)}
+        return facts | {"codecs": _bound_codecs(metadata.codecs)}
     dtype, filters = metadata.dtype.to_native_dtype(), metadata.filters or ()
     most = prod(metadata.chunks) * (LARGEST_ITEM if filters else dtype.itemsize) + MARGIN
     compressor = metadata.compressor and BoundedCodec(metadata.compressor, most)
@@ -82,13 +82,13 @@ def bounded_metadata(metadata: Any) -> dict[str, Any]:
     return facts | {"compressor": compressor, "filters": bounded or None}
 
 
-def _bounded_codecs(codecs: Iterable[Any]) -> tuple[Any, ...]:
+def _bound_codecs(codecs: Iterable[Any]) -> tuple[Any, ...]:
     bounded = list[Any]()
     for codec in codecs:
         facts = codec.to_dict()
         name = facts["name"].removeprefix("numcodecs.")
         if name == "sharding_indexed":
-            bounded.append(replace(codec, codecs=_bounded_codecs(codec.codecs)))
+            bounded.append(replace(codec, codecs=_bound_codecs(codec.codecs)))
         elif name in PLAIN:
             bounded.append(codec)
         elif name in SIZES or name in STREAMS:
