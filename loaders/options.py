@@ -27,7 +27,9 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import LoaderSettings, SelectionSettings
 from gear_offline.core.hub import is_there
 from gear_offline.core.text import say, to_plain
+from gear_offline.core.types import Int64Array
 from gear_offline.data.dataset.dataset import Dataset, open_dataset
+from gear_offline.data.dataset.split import HeldOut
 from gear_offline.distributed.world import World, joined_world
 from gear_offline.errors import InputError, UnavailableError
 
@@ -127,15 +129,18 @@ def choose_sampler(
 # of a recipe --------------------------------------------------------------------------------
 
 
-def open_one(recipe: Recipe) -> Dataset:
-    """Open the dataset of a recipe of one, as training begins with it.
+def open_one(recipe: Recipe, numbers: Int64Array | None = None) -> Dataset:
+    """Open the dataset of a recipe of one, as training begins with it, without what is held out.
 
-    Its blocks are compared when they are loaded.
+    Its blocks are compared when they are loaded.  Another rank may know the `numbers` that stay.
     """
     data = recipe.data
     if data.path is not None and is_there(data.path):
         admissions = data.admissions if data.admit_every is None else 0
-        return open_dataset(data.path, verify=False, admissions=admissions)
+        dataset = open_dataset(data.path, verify=False, admissions=admissions)
+        if data.held_out is None:
+            return dataset
+        return HeldOut(data.held_out, data.held_out_by).others(dataset, numbers)
     raise no_data(data)
 
 

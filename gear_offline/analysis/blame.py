@@ -21,7 +21,7 @@ from gear_offline.analysis.spikes import Spike, find_spikes, logged_losses
 from gear_offline.artifacts.checkpoint import list_checkpoints, no_run, read_checkpoint
 from gear_offline.artifacts.trained import trained_model, typed_model
 from gear_offline.batches.sampling import Sampler
-from gear_offline.batches.tables.joint import JointDataset, TableData
+from gear_offline.batches.tables.joint import JointDataset, TableData, stored_number
 from gear_offline.config.arguments import check_arguments
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.progress import Progress, Terminal, print_table
@@ -262,7 +262,7 @@ def _episodes(
         worst = episode_windows[episode_windows["loss"].argmax()]
         rows.append(
             BlamedEpisode(
-                episode=episode,
+                episode=stored_number(data, episode),
                 source=_source(data, episode),
                 episode_return=float(data.returns[episode]),
                 length=int(data.episodes.lengths[episode]),
@@ -284,10 +284,11 @@ def _source(data: TableData, episode: int) -> str:
         task = int(np.searchsorted(data.first_episodes, episode, side="right")) - 1
         member = data.tasks[task]
         return f"{member.name}: {_source(member.dataset, episode - int(data.first_episodes[task]))}"
-    source, number = data.manifest.source, episode
+    source, episode = data.manifest.source, stored_number(data, episode)
+    number = episode
     if {"picked", "edits"} & set(source.attributes):
         return f"episode {episode} of what is kept of {source.uri}"
-    if len(source.files) == len(data) > 1:
+    if len(source.files) == data.manifest.episodes > 1:
         return source.files[episode].name
     sources = [pair for pair in source.attributes.get("part_episodes", ()) if len(pair) == 2]
     for uri, count in sources:  # the first of many

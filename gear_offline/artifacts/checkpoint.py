@@ -324,7 +324,7 @@ def find_checkpoint(run: Path, which: str | int | None = None) -> Path:
     if name in known:
         return known[name].resolve()
     problem = f"no checkpoint {name!r}"
-    remedy = f"use last, best (the run must have evaluated) or a step; there are: {steps}"
+    remedy = f"use last, best (once the run has evaluated) or a step; there are: {steps}"
     raise InputError("RUN_NOT_FOUND", problem, str(folder), remedy)
 
 

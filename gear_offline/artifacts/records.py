@@ -47,6 +47,7 @@ class MetricsRecord(_Record):
 
     step: int
     loss: float | None = None
+    validation_loss: float | None = Field(default=None, validation_alias="validation/loss")
 
 
 class DataSummary(_Record):

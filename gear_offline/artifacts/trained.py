@@ -102,7 +102,7 @@ def load_policy(
     task
         The task to act in, of a run of several.
     checkpoint
-        Of a run: ``"last"`` (the default), ``"best"`` (the highest return while training) or a
+        Of a run: ``"last"`` (the default), ``"best"`` (as ``train.best`` says) or a
         step number.
     revision
         On the Hub: a branch, a tag or a commit.

@@ -114,6 +114,8 @@ class Recipe(Section):
                     f"data.limiter.error_buffer must span {2 * least:g}, twice the segments "
                     f"between two looks or of one insert, got {high - low:g}: raise it to {least:g}"
                 )
+        if train.best == "validation/loss" and self.data.held_out is None:
+            yield "train.best=validation/loss needs data.held_out, such as 10%"
         if loader.goals is not None and self.data.tasks:
             yield "loader.goals and data.tasks exclude each other: goals are states of one dataset"
         if self.data.tasks and loader.observations != ("observations",):
@@ -188,6 +190,12 @@ class Recipe(Section):
         """True if it is resolved and has an environment to evaluate in, and episodes to play."""
         names = [task.environment for task in (self.data.tasks or {}).values()]
         return self.evaluate.episodes > 0 and any([self.evaluate.environment, *names])
+
+    @property
+    def ranks_by_loss(self) -> bool:
+        """True if a resolved recipe's best checkpoint is that of the lowest validation/loss."""
+        by_loss = self.train.best == "auto" and self.data.held_out is not None and not self.plays
+        return by_loss or self.train.best == "validation/loss"
 
     def evaluates_at(self, step: int) -> bool:
         """Return true if the policy is played after `step`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
@@ -69,7 +70,8 @@ def share_of(value: Any) -> Any:
     """Return a share above 0 and below 1, given as 0.1 or ``10%``."""
     share = value
     if isinstance(value, str):
-        share = float(value.strip().removesuffix("%")) / (100 if "%" in value else 1)
+        with suppress(ValueError):
+            share = float(value.strip().removesuffix("%")) / (100 if "%" in value else 1)
     if type(share) not in (int, float) or not 0.0 < share < 1.0:
         raise ValueError(f"a share is like 10% or 0.1, got {value!r}")
     return share
@@ -310,6 +312,10 @@ class DataSettings(StoredSettings):
     """In place of path, source and collect: several tasks by name, for one model."""
     schedule: Annotated[tuple[SchedulePoint, ...], Field(min_length=1, strict=False)] | None = None
     """In place of the tasks' weights: weights that change over the steps."""
+    held_out: Annotated[float, BeforeValidator(share_of)] | None = None
+    """Share of the episodes, 10% or 0.1, that nothing is learnt from; validation/loss is theirs."""
+    held_out_by: Text | None = None
+    """Column that stays in an episode: those of one value stay together; null: each by itself."""
     admit_every: Positive | None = None
     """Steps between two looks at what actors have appended to `path`; null: it does not grow."""
     max_size: Positive | None = None
@@ -328,6 +334,8 @@ class DataSettings(StoredSettings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         single = [name for name in ("path", "source", "collect") if getattr(self, name) is not None]
+        if self.held_out_by is not None and self.held_out is None:
+            raise ValueError("held_out_by needs held_out, such as 10%")
         growing = ("replay", "max_size", "max_times_sampled", "limiter")
         if self.admit_every is None and any(getattr(self, name) for name in growing):
             raise ValueError(f"{', '.join(growing)} need admit_every")
@@ -643,6 +651,10 @@ class TrainSettings(Section):
     """Steps between two checkpoints; each evaluation saves one too."""
     keep_checkpoints: Positive = 3
     """Newest checkpoints that are kept; the best one stays too."""
+    best: Literal["auto", "return", "validation/loss"] = "auto"
+    """Measure of the best checkpoint; auto: return, but validation/loss where nothing is played."""
+    validation_batches: Positive = 64
+    """Batches of held-out windows, at most, that each validation/loss is of; always the same."""
     evaluate_every: Positive | None = 10_000
     """Steps between two evaluations; null: at the end only."""
     deterministic: bool = False

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from gear_offline.batches.sampling.items import HAVE_PRIORITY, episode_priorities
 from gear_offline.batches.tables.joint import TableData
@@ -54,7 +55,11 @@ def _open_on_ranks(recipe: Recipe, world: World, *, quiet: bool) -> Dataset:
     before any rank reads parts from disk.
     """
     prepared = world.lead(lambda: prepare_one(recipe, quiet=quiet))
-    dataset = prepared or open_one(recipe)
+    numbers = None
+    if recipe.data.held_out is not None:  # the first rank has read the rows for it
+        known = {} if prepared is None else {"numbers": torch.as_tensor(prepared.numbers)}
+        numbers = world.send_tensors(known)["numbers"].numpy()
+    dataset = prepared or open_one(recipe, numbers)
     if recipe.loader.placement != "disk" and recipe.loader.host_budget is None:
         return dataset
     return world.lead(dataset.verify, leader=world.leader) or dataset.as_verified()

@@ -56,8 +56,8 @@ def evaluate(
         What `gymnasium.make` takes besides, such as ``{"g": 1.0, "max_episode_steps": 40}``, in
         place of the recipe's.
     checkpoint
-        ``"last"`` (the default), ``"best"`` (the highest return that was seen while training, of
-        several tasks the highest normalised score) or a step number.
+        ``"last"`` (the default), ``"best"`` (as ``train.best`` says: the highest return that was
+        seen while training, of several tasks the highest normalised score) or a step number.
     device
         ``"auto"``, ``"cpu"`` or ``"cuda"``.
     out

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,12 @@ import torch
 
 from gear_offline.artifacts.checkpoint import Keep, list_checkpoints
 from gear_offline.artifacts.json_lines import AppendedFile
-from gear_offline.artifacts.records import EvaluationReport, read_evaluations
+from gear_offline.artifacts.records import (
+    EvaluationReport,
+    MetricsRecord,
+    read_evaluations,
+    read_lines,
+)
 from gear_offline.artifacts.trained import find_trained
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import Closing
@@ -316,6 +322,16 @@ class RunEvaluations(Closing):
         self._queue: dict[int, tuple[Report, float]] = {}  # by step, ascending; since when
         self._polled = 0.0
         self.log = EvaluationLog(learner, callbacks, progress)
+        self._validations = dict[int, float]()  # by step
+        lines = read_lines(self._path / "metrics.jsonl", MetricsRecord)
+        for line in lines if self._recipe.ranks_by_loss else ():
+            if line.validation_loss is not None:
+                self.note_validation(line.step, line.validation_loss)
+
+    def note_validation(self, step: int, loss: float) -> None:
+        """Take note of a validation/loss; the lowest may make its checkpoint best."""
+        if isfinite(loss):
+            self._validations[step] = loss
 
     @property
     def outstanding(self) -> tuple[int, ...]:
@@ -327,6 +343,10 @@ class RunEvaluations(Closing):
         """The checkpoints that stay."""
         best, newest = best_of(self.log.reports), self._recipe.train.keep_checkpoints
         step = None if best is None else best.step
+        if self._recipe.ranks_by_loss:
+            here, saver = self._learner.step, self._saver
+            saved = [step for step in self._validations if step == here or saver.has(step)]
+            step = min(saved, key=lambda step: (self._validations[step], -step), default=None)
         return Keep(newest=newest, best=step, pinned=self.outstanding)
 
     @property

@@ -165,6 +165,7 @@ class Due(NamedTuple):
 
     log: bool = False
     save: bool = False
+    validation: bool = False  # its losses stand in the line that is logged
     evaluation: bool = False
     ask_stop: bool = False  # all ranks whether to stop
 
@@ -222,9 +223,12 @@ class LiveRun(Closing):
         if step == 0:
             return Due(ask_stop=ask_stop)
         evaluation = recipe.evaluates_at(step)
+        save = last or step % recipe.train.checkpoint_every == 0 or evaluation
+        validation = save and self.learner.validation is not None
         return Due(
-            log=last or step % recipe.train.log_every == 0,
-            save=last or step % recipe.train.checkpoint_every == 0 or evaluation,
+            log=last or step % recipe.train.log_every == 0 or validation,
+            save=save,
+            validation=validation,
             evaluation=evaluation,  # of that checkpoint
             ask_stop=ask_stop,
         )
@@ -248,7 +252,7 @@ class LiveRun(Closing):
         """
         due, step = self.due(), self.learner.step
         if due.log and self.learner.window.filled:
-            self._log()
+            self._log(validates=due.validation)
         if due.save:
             self._save()
         if due.evaluation and self.evaluations is not None:
@@ -260,8 +264,9 @@ class LiveRun(Closing):
         if due:
             self._stop_if_asked()
 
-    def _log(self) -> None:
+    def _log(self, *, validates: bool) -> None:
         values = self.learner.report()  # of all ranks together
+        values |= self.learner.validate() if validates else {}
         if self.writer is not None:
             self.writer.log(self.learner.step, values)
 

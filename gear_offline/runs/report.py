@@ -59,7 +59,9 @@ def write_report(run: str | os.PathLike[str], *, final: EvaluationReport | None 
     run = Path(run)
     file = run / "recipe.yaml"
     recipe = Recipe.read(read_yaml(file), where=str(file)) if file.is_file() else None
-    logged = {line.step: line.loss for line in read_lines(run / "metrics.jsonl", MetricsRecord)}
+    lines = list(read_lines(run / "metrics.jsonl", MetricsRecord))
+    logged = {line.step: line.loss for line in lines}
+    validations = {n.step: n.validation_loss for n in lines if n.validation_loss is not None}
     evaluations = [report for report in read_evaluations(run) if report.error is None]
     if final is None:
         stored = read_document(run / "evaluation.json", EvaluationReport)
@@ -71,7 +73,7 @@ def write_report(run: str | os.PathLike[str], *, final: EvaluationReport | None 
     data = read_data(recipe, read_summary(run))
     sections, pictures = list[dict[str, Any]](), dict[str, bytes]()
     if losses := {step: loss for step, loss in logged.items() if loss is not None}:
-        pictures[CURVE] = _draw_learning_curve(run.name, losses, evaluations)
+        pictures[CURVE] = _draw_learning_curve(run.name, losses, validations, evaluations)
     at = "" if final is None or final.step is None else f" at step {final.step:,}"
     for result in final.tasks if final else ():
         task_data = read_data(recipe.of_task(result.name)) if recipe and result.name else data
@@ -86,6 +88,7 @@ def write_report(run: str | os.PathLike[str], *, final: EvaluationReport | None 
         name=run.name,
         recipe=recipe,
         steps=next(reversed(logged), None),
+        validations=validations,
         evaluations=evaluations,
         final=final,
         sections=sections,
@@ -142,7 +145,7 @@ class DataFacts:
 def read_data(recipe: Recipe | None, summary: RunSummary | None = None) -> DataFacts | None:
     """Read the manifest of a recipe's dataset, while it is there.
 
-    Only the `summary` of its run knows data that have been appended to.
+    Only the `summary` of its run knows data that were appended to, or are held out in part.
     """
     if recipe is None or (data := recipe.data).path is None or not is_there(data.path):
         return None
@@ -150,7 +153,7 @@ def read_data(recipe: Recipe | None, summary: RunSummary | None = None) -> DataF
     if is_hub(path):
         path = str(fetch(path, "dataset", "DATASET_NOT_FOUND"))
     manifest, facts = Manifest.read(path), summary.data if summary else None
-    if facts is None and (data.admissions, data.admit_every) == (None, None):
+    if facts is None and (data.admissions, data.admit_every, data.held_out) == (None,) * 3:
         returns = manifest.returns
         facts = DataSummary(
             episodes=manifest.episodes,
@@ -176,9 +179,12 @@ def data_levels(result: TaskResult | None, data: DataFacts | None) -> dict[str, 
 
 
 def _draw_learning_curve(
-    run: str, losses: Mapping[int, float], evaluations: Sequence[EvaluationReport]
+    run: str,
+    losses: Mapping[int, float],
+    validations: Mapping[int, float],
+    evaluations: Sequence[EvaluationReport],
 ) -> bytes:
-    """Draw the training loss by step and, of a run of one task, the returns of evaluations."""
+    """Draw losses by step, of training and of what is held out, and one task's returns."""
     steps, y = list(losses), np.array(list(losses.values()))
     points = [
         (row.step or 0, target, row.interval(target))
@@ -188,7 +194,12 @@ def _draw_learning_curve(
     figure = plots.new_figure()
     panels = figure.subplots(2 if points else 1, 1, sharex=True, squeeze=False)[:, 0]
     panels[0].plot(steps, y, color=plots.BLUE, linewidth=1.8, marker="o" if y.size == 1 else None)
-    plots.dress(panels[0], y="training loss")
+    if validations:
+        panels[0].lines[0].set_label(" training")
+        line: Any = {"color": plots.ORANGE, "linewidth": 1.8, "marker": "o", "markersize": 4}
+        panels[0].plot([*validations], [*validations.values()], **line, label=" validation")
+        plots.legend(panels[0])
+    plots.dress(panels[0], y="loss" if validations else "training loss")
     plots.scale_losses(panels[0])
     title = f"Loss {short(y[-1])} after {count_text(steps[-1], 'step')}, {short(y[0])} at first"
     subtitle = f"{run}: mean loss of the logged steps"

@@ -22,7 +22,7 @@ RESUMABLE = (
     *(f"loader.{n}" for n in ("sharding", "exchange")),
     *(f"train.{n}" for n in ("steps", "device", "graph", "parallel", "reshard", "accumulate")),
     *(f"train.{n}" for n in ("recompute", "threads", "timeout", "checkpoint_every")),
-    *(f"train.{n}" for n in ("keep_checkpoints", "trackers", "callbacks", "project")),
+    *(f"train.{n}" for n in ("keep_checkpoints", "best", "trackers", "callbacks", "project")),
     *(f"evaluate.{n}" for n in ("background", "device", "workers")),
 )
 

@@ -37,6 +37,7 @@ FILES: dict[str, tuple[str, Any]] = {  # kind of a value: its file, and what is 
     "train": ("metrics.jsonl", MetricsRecord),
     "evaluate": ("evaluations.jsonl", EvaluationReport),
 }
+VALIDATION = "validation/"  # before the names of losses in a line of metrics
 
 
 class Tracker(Protocol):
@@ -142,6 +143,7 @@ class WandB:
         )
         for series in FILES:  # W&B's own steps must rise, but evaluations may come late
             self._run.define_metric(f"{series}/*", step_metric=f"{series}/step")
+        self._run.define_metric(f"{VALIDATION}*", step_metric="train/step")
         self.told = {series: self._run.summary.get(f"{series}/step", 0) for series in FILES}
         if self._run.offline:  # it cannot go on there; so the newest one holds the whole run
             now = Path(self._run.dir).parent
@@ -268,7 +270,8 @@ def _values(series: str, record: Mapping[str, Any]) -> dict[str, float]:
                 values[f"{prefix}return_{label}"] = target.get("return")
                 values[f"{prefix}score_{label}"] = target.get("normalized_score")
     numbers = {n: v for n, v in values.items() if type(v) in (int, float) and abs(v) < float("inf")}
-    return {f"{series}/{name}": value for name, value in numbers.items()}
+    prefix = f"{series}/"
+    return {n if n.startswith(VALIDATION) else prefix + n: v for n, v in numbers.items()}
 
 
 def _run_id(run: Run) -> str:

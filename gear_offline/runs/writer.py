@@ -66,7 +66,7 @@ class RunWriter(Closing):
         threads = f", {count} (train.threads)" if learner.device.type == "cpu" else ""
         lines = [
             f"{self._recipe.name}: {count_text(spec.episodes, 'episode')}, "
-            f"{count_text(spec.steps, 'step')} of data; "
+            f"{count_text(spec.steps, 'step')} of data{_held_out_text(learner)}; "
             f"{count_text(self._parameters, 'parameter')} "
             f"on {learner.device}{threads}{shared}, {learner.precision_reason}{learner.step_kind}; "
             f"run directory {self._path}"
@@ -111,6 +111,9 @@ class RunWriter(Closing):
         self._logged, self._stalled = now, stalled
         self._metrics.append({"step": step, **values})
         self._progress.update(step, loss=f"{values['loss']:.4g}")
+        if (validation := values.get("validation/loss")) is not None:
+            self._progress.say(f"step {step:,}: validation/loss {validation:.4g}")
+            self._evaluations.note_validation(step, validation)
         self._callbacks.tell("on_log", step, dict(values))
 
     def note_end(self) -> None:
@@ -207,3 +210,13 @@ class RunWriter(Closing):
             "python": platform.python_version(),
             "versions": versions("gear-offline", "torch", "transformers", "numpy"),
         }
+
+
+def _held_out_text(learner: Learner) -> str:
+    """Return how much is held out and how much of it is counted, as a clause."""
+    if (validation := learner.validation) is None:
+        return ""
+    spec, windows = validation.dataset.spec, validation.windows
+    some = f", {windows:,} windows for validation/loss" if windows < spec.steps else ""
+    episodes, steps = count_text(spec.episodes, "episode"), count_text(spec.steps, "step")
+    return f", {episodes} of {steps} held out{some}"

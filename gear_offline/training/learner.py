@@ -38,6 +38,7 @@ from gear_offline.training.model import make_training_model
 from gear_offline.training.optimizer import Optimizer
 from gear_offline.training.parallel import take_over
 from gear_offline.training.seeding import random_states, restore_random
+from gear_offline.training.validation import Validation
 from gear_offline.training.window import ReportWindow
 
 MEASURED = ("step", "loss", "gradient_norm", "learning_rate")  # names that losses may have too
@@ -119,14 +120,15 @@ class Learner:
         self.meter = Meter(recipe, self.model, segments, device, half=half)
         self.loss_names = built.trial.names or self.model.loss_names
         self.step = 0
+        self.validation: Validation | None = None
+        if recipe.data.held_out is not None:
+            self.validation = Validation(recipe, self._normalized(dataset), device, world)
         self.window = ReportWindow(recipe.train.log_every, device, len(self.loss_names))
 
     def _open_loader(self, dataset: TableData, *, step: int = 0) -> GearLoader:
         recipe, table = self.recipe, None
         sampler = recipe_sampler(recipe, dataset, items=self._items, step=step)
-        if self._start is not None:  # normalised by what it goes on from
-            assert isinstance(dataset, Dataset), "a start is of one task"
-            dataset = _normalized_by(dataset, self._start, recipe.loader.observations)
+        dataset = self._normalized(dataset)
         if self.growing is not None and self.world.size == 1:
             assert isinstance(dataset, Dataset), "data of several tasks do not grow"
             table = self._table.grow(dataset, loader_options(recipe, dataset))
@@ -140,6 +142,13 @@ class Learner:
         )
         del table  # the loader has got it
         return loader
+
+    def _normalized(self, dataset: TableData) -> TableData:
+        """Return the dataset, normalised by what the run goes on from, if it does so."""
+        if self._start is None:
+            return dataset
+        assert isinstance(dataset, Dataset), "a start is of one task"
+        return _normalized_by(dataset, self._start, self.recipe.loader.observations)
 
     def admit(self, is_stopped: Callable[[], bool] = lambda: False) -> bool:
         """Admit, before the next step, what actors have appended; all ranks together.
@@ -284,7 +293,7 @@ class Learner:
         rate = self.optimizer.rate(self.step - 1)
         values = {"loss": loss, "gradient_norm": norm, "learning_rate": rate}
         for name, value in zip(self.loss_names, parts, strict=True):
-            values[f"{name}_part" if name in MEASURED else name] = value
+            values[part_name(name)] = value
         values |= self.model.measures()
         if steps:  # fewer than the window has when the run was resumed in it
             values |= {
@@ -297,6 +306,15 @@ class Learner:
         if self.part is not None:
             self.part.begin_window()
         return values
+
+    def validate(self) -> dict[str, float]:
+        """Return the losses of the episodes that are held out, by names to log; all ranks do."""
+        if self.validation is None:
+            return {}
+        total, *parts = self.validation.losses(self.working, self.precision).values()
+        names = (part_name(name) for name in self.loss_names)  # none of a single loss
+        values = {"loss": total} | dict(zip(names, parts, strict=False))
+        return prefixed("validation/", values)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return a checkpoint's tensors besides parameters and loader; moments as they lie."""
@@ -341,13 +359,20 @@ class Learner:
         self.step = step
 
     def close(self) -> None:
-        """Give back what the loader holds open; all ranks together."""
+        """Give back what the loaders hold open; all ranks together."""
         self.loader.close()
+        if self.validation is not None:
+            self.validation.close()
 
     def release(self) -> None:
         """Give back what would keep the ranks' connections from being closed; after errors too."""
         if self.part is not None and self.world.size > 1:
             self.part.close()
+
+
+def part_name(loss: str) -> str:
+    """Return the name under which one of several losses is logged."""
+    return f"{loss}_part" if loss in MEASURED else loss
 
 
 def _check_learns(recipe: Recipe, strategy: str, model: SequenceModel) -> None:

@@ -42,7 +42,8 @@ def data_sizes(
     columns, actions = [source.spec[name] for name in observations], source.spec["actions"]
     discrete, width = actions.dtype.kind in "iub", prod(actions.shape)
     if discrete and choices is None:
-        statistics = [part.dataset.statistics["actions"] for part in parts_of(source)]
+        datasets = [part.dataset.whole or part.dataset for part in parts_of(source)]
+        statistics = [dataset.statistics["actions"] for dataset in datasets]
         lowest = min(float(moments.min.min()) for moments in statistics)
         choices = 1 + max(int(moments.max.max()) for moments in statistics)
         if width != 1 or lowest < 0:

@@ -89,6 +89,16 @@ def parts_of(source: TableData) -> tuple[Part, ...]:
     return (Part(name=str(source.path), dataset=source),)
 
 
+def stored_number(source: TableData, episode: int) -> int:
+    """Return the number that an episode of a view has in the datasets themselves."""
+    if isinstance(source, JointDataset):
+        task = int(source.first_episodes.searchsorted(episode, side="right")) - 1
+        before = sum(len(part.dataset.whole or part.dataset) for part in source.tasks[:task])
+        own = stored_number(source.tasks[task].dataset, episode - int(source.first_episodes[task]))
+        return before + own
+    return episode if source.numbers is None else int(source.numbers[episode])
+
+
 def shards_of(tasks: Sequence[Part]) -> list[tuple[Part, int]]:
     """Return all shards in the order of their episodes: the part, and the shard's number in it."""
     return [(task, shard) for task in tasks for shard in range(len(task.dataset.first_steps) - 1)]

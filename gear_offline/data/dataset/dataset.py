@@ -112,8 +112,10 @@ class Dataset:
     @cached_property
     def spec(self) -> TableSpec:
         """Columns, steps and episodes."""
-        sizes = {"steps": self.episodes.steps, "episodes": len(self)}
-        return self.manifest.spec if self.whole is None else replace(self.manifest.spec, **sizes)
+        stored = self.manifest.spec
+        if self.whole is None:
+            return stored
+        return replace(stored, steps=self.episodes.steps, episodes=len(self))
 
     @cached_property
     def statistics(self) -> Mapping[str, ColumnStatistics]:

@@ -38,7 +38,12 @@ from gear_offline.core.files import (
 )
 from gear_offline.core.text import count_text, say, size_text
 from gear_offline.core.types import Array, Float64Array
-from gear_offline.data.dataset.dataset import Dataset, grow_dataset, with_shards
+from gear_offline.data.dataset.dataset import (
+    Dataset,
+    grow_dataset,
+    view_episodes,
+    with_shards,
+)
 from gear_offline.data.dataset.manifest import (
     ADMISSIONS_NAME,
     Admission,
@@ -87,7 +92,9 @@ class GrowingDataset(Closing):
         check_whole: Callable[[Dataset], object] = lambda dataset: None,
         quiet: bool = False,
     ) -> None:
-        self.dataset, self.admissions = replace(dataset, frozen=True), 0  # now, and how many it has
+        frozen = dataset.manifest.replace_fields(statistics=dict(dataset.statistics))
+        self.dataset = replace(dataset, manifest=frozen, frozen=True)  # now
+        self.admissions = 0  # that it has
         self._path, self._check, self._check_whole = dataset.path, check, check_whole
         self._quiet, self._passed_over = quiet, set[str]()
         self._log = self._hold() if admits else -1
@@ -236,7 +243,8 @@ class GrowingDataset(Closing):
                 return None
             piece = open_piece(path, self._path / shard_name(number), self.dataset.manifest)
             self._check(piece)
-            return piece
+            member = self.dataset.member  # what is held out does not count
+            return view_episodes(piece, np.flatnonzero(member(piece, 0))) if member else piece
         except FileNotFoundError:
             return None  # it has gone
         except (InputError, OSError) as error:

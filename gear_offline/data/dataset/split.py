@@ -20,7 +20,7 @@ import numpy as np
 from gear_offline.config.arguments import check_arguments
 from gear_offline.config.sections import share_of
 from gear_offline.core.text import count_text
-from gear_offline.core.types import Array, BoolArray, Float64Array
+from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
 from gear_offline.data.dataset.dataset import RUN_BYTES, Dataset, open_dataset, view_episodes
 from gear_offline.data.dataset.schema import ColumnSpec
 from gear_offline.errors import InputError
@@ -43,9 +43,14 @@ class HeldOut:
         """Return (n,) which of the episodes from `first` on are not."""
         return ~self.chooses(dataset, first)
 
-    def others(self, dataset: Dataset, held_out: BoolArray) -> Dataset:
-        """Return a view of the episodes that are not `held_out` (E,), which grows with its data."""
-        return view_episodes(dataset, np.flatnonzero(~held_out), self.leaves)
+    def others(self, dataset: Dataset, numbers: Int64Array | None = None) -> Dataset:
+        """Return a view without what is held out, which grows with its data.
+
+        Its `numbers` are given if they are known already.
+        """
+        if numbers is None:
+            numbers = np.flatnonzero(~self.choose(dataset))
+        return view_episodes(dataset, numbers, self.leaves)
 
     def choose(self, dataset: Dataset) -> BoolArray:
         """Return (E,) which episodes are held out: some, but not all."""
@@ -56,7 +61,7 @@ class HeldOut:
             which = "none" if not held_out.any() else "all"
             problem = f"{self.share:.6g} holds out {which} of {count_text(len(dataset), what)}"
             low, high = float(numbers.min()), float(numbers.max())
-            remedy = f"use a share above {low:.4f} and up to {high:.4f}"
+            remedy = f"use a share (data.held_out) above {low:.4f} and up to {high:.4f}"
             if low == high:
                 remedy = "it takes two episodes that differ" + (f" in {self.by}" if self.by else "")
             raise InputError("SELECTION", problem, str(dataset.path), remedy)
@@ -103,7 +108,8 @@ def split(
         raise InputError("USAGE", str(error), "held_out", "write it like 10% or 0.1") from error
     whole = dataset if isinstance(dataset, Dataset) else open_dataset(dataset)
     chosen = rule.choose(whole)
-    return rule.others(whole, chosen), view_episodes(whole, np.flatnonzero(chosen), rule.chooses)
+    held_out_view = view_episodes(whole, np.flatnonzero(chosen), rule.chooses)
+    return rule.others(whole, np.flatnonzero(~chosen)), held_out_view
 
 
 def held_out_part(dataset: Dataset, observations: Sequence[str]) -> Dataset:
