@@ -412,7 +412,7 @@ class GearLoader(Closing, Iterator[Batch]):
             engine,
             padding=self.padding,
             step=self._step,
-            ahead=ahead and self.selection.ahead,
+            ahead=ahead and self.selection.can_prefetch,
             learns=learns,
             task_bounds=self._task_bounds,
             windows=windows,

@@ -204,7 +204,7 @@ class RowOpener:
                 )
         if reason is None:
             return None
-        unfit = not sampler.ahead or sampler.cuts_windows
+        unfit = not sampler.can_prefetch or sampler.cuts_windows
         engine = self.device.type == "cuda" and options.engine == "on"
         if unfit or engine or self.goals is not None:
             problem = (
@@ -250,7 +250,7 @@ class RowOpener:
 
     def _block_steps(self, window: int, limits: Limits) -> int:
         """Return the steps of a block within the limits, at least one."""
-        if not self.stream.selection.ahead:
+        if not self.stream.selection.can_prefetch:
             return 1
         fits = limits.nbytes // max(self.stream.rank_batch * window, 1)
         return max(1, min(limits.segments // self.stream.global_batch, fits, BLOCK_STEPS))
@@ -269,7 +269,7 @@ class RowOpener:
         steps = min(self._block_steps(window, limits), limits.sharded_steps)
         fits = limits.ring_bytes // max(rank_batch * window, 1)
         fits = min(fits, limits.segments // self.stream.global_batch, limits.sharded_steps)
-        passes = max(fits // steps, 1) if self.stream.selection.ahead else 1
+        passes = max(fits // steps, 1) if self.stream.selection.can_prefetch else 1
         return Ring(
             share=share,
             pass_steps=steps,

@@ -221,7 +221,7 @@ class ShardedSegments:
     ) -> None:
         from gear_offline.distributed.exchange import open_exchange
 
-        self._world, self.ring, self._ahead = world, ring, stream.selection.ahead
+        self._world, self.ring, self._ahead = world, ring, stream.selection.can_prefetch
         # The ranks of a node have their landing rows one after the other in the same memory.
         begin = table.landing_row + world.members.index(world.rank) * ring.rows
         landing = slice(begin, begin + ring.rows)

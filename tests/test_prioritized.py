@@ -1,6 +1,8 @@
 """Prioritised selection: exact integer sums, deterministic updates, importance weights, state."""
 
+import gc
 import math
+import weakref
 from typing import Any
 
 import numpy as np
@@ -153,3 +155,15 @@ def test_other_shapes_an_empty_update_and_minus_zero() -> None:
     law.update(np.zeros((0, 2), np.int64), losses_of([]))
     law.update(NAMES[:1], losses_of([-0.0]))
     assert law.updates == 2 and int(law.masses[0]) < int(law.masses[1])
+
+
+def test_priorities_are_given_back_at_once() -> None:
+    """A table that grows makes others: of 10^9 steps they are 8.5 GB."""
+    sampler = make()
+    gone = weakref.ref(sampler)
+    gc.disable()
+    try:
+        del sampler
+        assert gone() is None, "nothing waits for the garbage collector"
+    finally:
+        gc.enable()

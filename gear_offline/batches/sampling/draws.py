@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -116,6 +117,20 @@ class Facts:
         )
 
 
+class SamplerFacts(TypedDict, total=False):
+    """What is known of a sampler besides its draws; see the attributes of `Sampler`."""
+
+    name: str
+    options: Mapping[str, Any]
+    padding: Literal["left", "right"] | None
+    context_length: int | None
+    cuts_windows: bool
+    episode_weight: Float64Array | None
+    episode_order: Int64Array | None
+    can_prefetch: bool
+    learner: Prioritized | None
+
+
 class Sampler(ABC):
     """A function from (seed, step) to segments.
 
@@ -132,9 +147,9 @@ class Sampler(ABC):
     episode_weight: Float64Array | None = None  # (E,) probability of each episode, where known
     # (E,) the order in which episodes are drawn that are removed once they were; None: by chance
     episode_order: Int64Array | None = None
-    alike = False  # slots and steps are alike, `density` is known: it can be mixed
-    ahead = True  # steps may be drawn before they come
-    loss_sampler: Prioritized | None = None  # what learns from losses, this one or a part of it
+    mixable = False  # slots and steps are alike, `density` is known
+    can_prefetch = True  # steps may be drawn before they come
+    learner: Prioritized | None = None  # the part of it that learns from losses
 
     def __init__(self, index: EpisodeIndex) -> None:
         self.index = index
@@ -154,11 +169,27 @@ class Sampler(ABC):
         """Return the probability of each segment in one slot; None if slots are not alike."""
         return None
 
-    def copy_identity(self, sampler: Sampler) -> Self:
-        """Take over the name, the options and the windows of another sampler."""
-        for name in ("name", "options", "padding", "context_length", "cuts_windows"):
-            setattr(self, name, getattr(sampler, name))
-        return self
+    def with_facts(self, **facts: Unpack[SamplerFacts]) -> Self:
+        """Return a copy of which other facts are known."""
+        copied = copy(self)
+        vars(copied).update(facts)
+        return copied
+
+    @property
+    def identity(self) -> SamplerFacts:
+        """Its name, options and windows."""
+        return {
+            "name": self.name,
+            "options": self.options,
+            "padding": self.padding,
+            "context_length": self.context_length,
+            "cuts_windows": self.cuts_windows,
+        }
+
+    @property
+    def loss_sampler(self) -> Prioritized | None:
+        """What learns from losses: this one, or a part of it."""
+        return self.learner
 
     @property
     def gpu(self) -> GpuDraw | None:
@@ -177,7 +208,7 @@ class CumulativeWeights(Sampler):
     `weights` (E,) are finite, at least 0, and not all 0; errors name the place `where`.
     """
 
-    alike = True
+    mixable = True
     episode_weight: Float64Array
 
     def __init__(
@@ -242,13 +273,11 @@ class HostFunction(Sampler):
         sample: Callable[[int, int, int, int], Segments],
         *,
         density: Callable[[Segments], Float64Array] | None = None,
-        **facts: Any,
+        **facts: Unpack[SamplerFacts],
     ) -> None:
-        """Take `facts` for further attributes of a sampler."""
         super().__init__(index)
-        self._sample, self._density, self.alike = sample, density, density is not None
-        for name, value in facts.items():
-            setattr(self, name, value)
+        self._sample, self._density, self.mixable = sample, density, density is not None
+        vars(self).update(facts)
 
     def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
         with calling_part(STRATEGIES, "drawing", self.name):
@@ -267,7 +296,7 @@ class Prioritized(Sampler):
     of two of which N make less than ``2**63``.
     """
 
-    alike = True
+    mixable = True
     ahead = False
 
     def __init__(
@@ -282,12 +311,16 @@ class Prioritized(Sampler):
         largest: PositiveFloat = 100.0,
     ) -> None:
         super().__init__(facts.episodes)
-        self.loss_sampler, self.beta, self.beta_steps = self, beta, beta_steps
+        self.beta, self.beta_steps = beta, beta_steps
         self.mass_of_code, self.first_mass = masses_of_codes(
             largest_mass(self.index.steps), alpha, epsilon, initial, largest
         )
         self._kept = facts.kept  # starts of other episodes have no mass
         self._on_gpu: DevicePriorities | None = None  # then it has the masses, not the host
+
+    @property
+    def loss_sampler(self) -> Prioritized:
+        return self
 
     @cached_property
     def _on_host(self) -> HostPriorities:
@@ -456,12 +489,12 @@ def widen_sampler(sampler: Sampler, members: Int64Array, index: EpisodeIndex) ->
         larger = HostFunction(
             index,
             wide_sampler.sample,
-            density=wide_sampler.density if sampler.alike else None,
+            density=wide_sampler.density if sampler.mixable else None,
             episode_weight=None if weight is None else widen(weight),
             episode_order=order,
-            ahead=sampler.ahead,
+            can_prefetch=sampler.can_prefetch,
         )
-    return larger.copy_identity(sampler)
+    return larger.with_facts(**sampler.identity)
 
 
 def any_start(

@@ -214,7 +214,8 @@ class Items:
         self._counted = draws = CountedDraws(
             sampler, self.kept, self.times, most=most, step=step, stream=stream
         )
-        return HostFunction(sampler.index, draws.sample, ahead=False).copy_identity(sampler)
+        plain = HostFunction(sampler.index, draws.sample, can_prefetch=False)
+        return plain.with_facts(**sampler.identity)
 
     def advance(self, step: int, *, coming: int = 0) -> None:
         """Remove items drawn often enough before `step`; `coming` more steps follow."""

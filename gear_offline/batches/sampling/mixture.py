@@ -81,7 +81,7 @@ def check_parts(options: dict[str, Any]) -> None:
     """Refuse parts that cannot be mixed, and weights and a schedule that do not fit them."""
     entries, points = options["parts"], options["schedule"]
     for entry in entries:
-        if not find_strategy(name := entry.get("strategy")).alike:
+        if not find_strategy(name := entry.get("strategy")).mixable:
             raise ValueError(f"{name} cannot be a part: it does not treat slots and steps alike")
         resolve_options(name, _options_of(entry))
         if ("weight" in entry) != (points is None):
@@ -100,7 +100,7 @@ def _options_of(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if key not in ("strategy", "weight")}
 
 
-@strategy("mixture", check=check_parts, alike=False, knows_kept=True)
+@strategy("mixture", check=check_parts, mixable=False, handles_subset=True)
 def mixture(
     facts: Facts,
     parts: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_PARTS)],
@@ -124,7 +124,7 @@ def mix(samplers: Sequence[Sampler], schedule: PartWeights) -> Sampler:
         side_text = ", ".join(f"{name} {side}" for name, side in sides.items())
         problem, remedy = f"the parts pad on different sides: {side_text}", "mix those of one side"
         raise InputError("SELECTION", problem, remedy=remedy)
-    if wrong := [sampler.name for sampler in samplers if not sampler.alike]:
+    if wrong := [sampler.name for sampler in samplers if not sampler.mixable]:
         problem = f"{wrong[0]} cannot be a part: the density of its draws is not known"
         raise InputError("SELECTION", problem)
     learning = [sampler.loss_sampler for sampler in samplers if sampler.loss_sampler is not None]
@@ -137,11 +137,13 @@ def mix(samplers: Sequence[Sampler], schedule: PartWeights) -> Sampler:
             weights += share * sampler.episode_weight
         mixed: Sampler = CumulativeWeights(index, weights)
     else:
-        mixed = HostFunction(index, _Mixed(tuple(samplers), schedule).sample, ahead=not learning)
-        mixed.loss_sampler = learning[0] if learning else None
-    mixed.padding = next(iter(sides.values()), None)
-    mixed.context_length = next((p.context_length for p in samplers if p.context_length), None)
-    return mixed
+        sample = _Mixed(tuple(samplers), schedule).sample
+        learner = learning[0] if learning else None
+        mixed = HostFunction(index, sample, can_prefetch=not learning, learner=learner)
+    return mixed.with_facts(
+        padding=next(iter(sides.values()), None),
+        context_length=next((p.context_length for p in samplers if p.context_length), None),
+    )
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,7 @@ def mix_tasks(tasks: Sequence[TaskPart], schedule: PartWeights | None = None) ->
     if len(tasks) == 1:
         return tasks[0].sampler
     for task in tasks:
-        if task.sampler.loss_sampler is not None or not task.sampler.alike:
+        if task.sampler.loss_sampler is not None or not task.sampler.mixable:
             problem = f"strategy {task.sampler.name!r} cannot be mixed with those of other tasks"
             remedy = "use one that treats slots and steps alike, such as uniform_steps"
             raise InputError("SELECTION", problem, f"data.tasks.{task.name}.selection", remedy)
@@ -212,9 +214,5 @@ def mix_tasks(tasks: Sequence[TaskPart], schedule: PartWeights | None = None) ->
         | ({"weight": task.weight} if schedule is None else {})
         for task, sampler in zip(tasks, samplers, strict=True)
     ]
-    mixed.name = "tasks"
-    mixed.options = {
-        "parts": descriptions,
-        "schedule": None if schedule is None else asdict(schedule),
-    }
-    return mixed
+    options = {"parts": descriptions, "schedule": None if schedule is None else asdict(schedule)}
+    return mixed.with_facts(name="tasks", options=options)

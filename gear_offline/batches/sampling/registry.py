@@ -49,8 +49,8 @@ class Strategy:
     options: type[BaseModel]  # checks them
     check: Callable[[dict[str, Any]], None] = lambda options: None  # of the options together
     padding: Literal["left", "right"] | None = None  # the side of windows that is a part of it
-    alike: bool = True  # slots and steps are alike, so that a mixture can hold it
-    knows_kept: bool = False  # it leaves out itself what is not in `Facts.kept`
+    mixable: bool = True  # slots and steps are alike, so that a mixture can hold it
+    handles_subset: bool = False  # it leaves out itself what is not in `Facts.kept`
 
 
 _STRATEGIES: dict[str, Strategy] = STRATEGIES.own
@@ -61,8 +61,8 @@ def strategy(
     *,
     padding: Literal["left", "right"] | None = None,
     check: Callable[[dict[str, Any]], None] = lambda options: None,
-    alike: bool = True,
-    knows_kept: bool = False,
+    mixable: bool = True,
+    handles_subset: bool = False,
 ) -> Callable[[Function], Function]:
     """Register a function of `Facts` and options as the strategy `name`, which no other may have.
 
@@ -79,8 +79,8 @@ def strategy(
             options=_options(name, draw),
             check=check,
             padding=padding,
-            alike=alike,
-            knows_kept=knows_kept,
+            mixable=mixable,
+            handles_subset=handles_subset,
         )
         return draw
 
@@ -250,7 +250,7 @@ def sampler_for(
 def build_sampler(name: object, facts: Facts, options: Mapping[str, Any]) -> Sampler:
     """Return a sampler of the episodes that are kept."""
     spec, checked = find_strategy(name), resolve_options(name, options)
-    mask = None if spec.knows_kept else facts.kept
+    mask = None if spec.handles_subset else facts.kept
     subset = facts if mask is None else facts.of_kept()
     if spec.draw.__module__.startswith("gear_offline."):
         result = spec.draw(subset, **checked)
@@ -274,9 +274,8 @@ def build_sampler(name: object, facts: Facts, options: Mapping[str, Any]) -> Sam
     )
     if mask is not None:
         sampler = widen_sampler(sampler, np.flatnonzero(mask), facts.episodes)
-    sampler.name, sampler.options = spec.name, checked
-    sampler.padding = sampler.padding or spec.padding
-    return sampler
+    padding = sampler.padding or spec.padding
+    return sampler.with_facts(name=spec.name, options=checked, padding=padding)
 
 
 def check_repeats(sampler: Sampler, where: str = "") -> None:

@@ -212,7 +212,7 @@ def stratified_return(
     return HostFunction(index, sample, density=density, episode_weight=weight)
 
 
-@strategy("fifo", alike=False)
+@strategy("fifo", mixable=False)
 def fifo(facts: Facts) -> Sampler:
     """Every step of the table as a start, in the order of the table, then again.
 
@@ -221,7 +221,7 @@ def fifo(facts: Facts) -> Sampler:
     return _in_turn(facts.episodes, backwards=False)
 
 
-@strategy("lifo", alike=False)
+@strategy("lifo", mixable=False)
 def lifo(facts: Facts) -> Sampler:
     """Starts against the order of the table, newest first, then again."""
     return _in_turn(facts.episodes, backwards=True)
@@ -241,13 +241,13 @@ def _in_turn(index: EpisodeIndex, *, backwards: bool) -> Sampler:
     return HostFunction(index, sample, episode_order=order)
 
 
-@strategy("shuffled_epochs", alike=False)
+@strategy("shuffled_epochs", mixable=False)
 def shuffled_epochs(facts: Facts) -> Sampler:
     """Every start exactly once an epoch, in an order of its own each epoch."""
     return KeyedPermutation(facts.episodes)
 
 
-@strategy("min_dt", padding="right", alike=False)
+@strategy("min_dt", padding="right", mixable=False)
 def min_dt(facts: Facts) -> Sampler:
     """min-decision-transformer: every episode once an epoch, full windows, padded right.
 
@@ -278,7 +278,7 @@ def min_dt(facts: Facts) -> Sampler:
     return HostFunction(index, sample, context_length=span)
 
 
-@strategy("d3rlpy", padding="left", alike=False)
+@strategy("d3rlpy", padding="left", mixable=False)
 def d3rlpy(facts: Facts) -> Sampler:
     """d3rlpy: the last step of a window is uniform over transitions, padded left.
 
@@ -314,7 +314,7 @@ def check_priorities(options: dict[str, Any]) -> None:
         raise ValueError(f"initial must be at most largest, {options['largest']:g}")
 
 
-strategy("prioritized", check=check_priorities, knows_kept=True)(Prioritized)
+strategy("prioritized", check=check_priorities, handles_subset=True)(Prioritized)
 
 
 def by_unit(facts: Facts, weights: Float64Array, unit: Unit) -> Float64Array:
