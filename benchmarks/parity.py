@@ -44,7 +44,8 @@ from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.core.files import write_file
 from gear_offline.core.system import machine
 from gear_offline.data.dataset.dataset import Dataset, open_dataset
-from gear_offline.evaluation.play import EvaluationTask, evaluate_tasks
+from gear_offline.evaluation.play import evaluate_tasks
+from gear_offline.evaluation.tasks import EvaluationTask
 from gear_offline.models.decision_transformer import (
     DecisionTransformer,
     build_model,
@@ -53,7 +54,7 @@ from gear_offline.models.decision_transformer import (
 from gear_offline.models.hugging_face import from_released, to_released
 from gear_offline.models.policy import Policy
 from gear_offline.runs.loop import train_run
-from gear_offline.sweep.run import run_trials
+from gear_offline.sweep.sweep import run_trials
 from gear_offline.sweep.trials import Trial
 
 RELEASED, OURS = "released", "gear_offline"

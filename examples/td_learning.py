@@ -34,7 +34,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gear_offline as go
-from gear_offline.evaluation.play import EvaluationTask, evaluate_tasks
+from gear_offline.evaluation.play import evaluate_tasks
+from gear_offline.evaluation.tasks import EvaluationTask
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -45,7 +45,7 @@ from gear_offline.runs.run import open_run as open_run
 from gear_offline.runs.trackers import sync as sync
 from gear_offline.runs.train import train as train
 from gear_offline.sweep.compare import compare_runs as compare_runs
-from gear_offline.sweep.run import sweep as sweep
+from gear_offline.sweep.sweep import sweep as sweep
 
 __version__: str
 __all__: list[str]

@@ -23,7 +23,7 @@ from gear_offline.artifacts.json_lines import read_records
 from gear_offline.core.workers import WorkerPool
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
-from gear_offline.evaluation.play import tasks_of
+from gear_offline.evaluation.tasks import tasks_of
 from gear_offline.models.policy import Policy
 from gear_offline.runs import evaluations
 from gear_offline.runs.evaluations import EvaluationPlan, RunEvaluations, plan_evaluations

@@ -204,6 +204,18 @@ USAGE: evaluate run --targets nan
 USAGE: evaluate run --seed -1
 USAGE: evaluate run --episodes 0
 USAGE: evaluate run --device tpu
+ENVIRONMENT: evaluate run --environment unknown
+OUTPUT_EXISTS: evaluate run --environment Pendulum-v1 --video there.gif
+USAGE: plan smoke --hardware nonsense
+DATASET_NOT_FOUND: plan paper data.path=note.txt
+DATASET_NOT_FOUND: sweep smoke data.path=note.txt
+SELECTION: sweep smoke selection.strategy=unifrm
+DATASET_NOT_FOUND: strategies paper data.path=note.txt
+RUN_NOT_FOUND: push nothing hub:me/mine
+OUTPUT_WRITE: push run mine
+RUN_NOT_FOUND: blame nothing 2..3
+USAGE: blame run 3..2
+USAGE: blame run 20..30
 OUTPUT_EXISTS: evaluate run --out note.txt
 OUTPUT_WRITE: evaluate run --out nowhere/result.json
 RUN_NOT_FOUND: evaluate run --checkpoint 17
@@ -250,7 +262,7 @@ def test_what_text_tells_is_told_before_torch_is_loaded(tmp_path: Path, data: Pa
     document["recipe"]["model"]["kind"] = "theirs.py:Model"
     document.pop("digest")
     state.write_bytes(seal(document))
-    for name in ("note.txt", "note.onnx"):
+    for name in ("note.txt", "note.onnx", "there.gif"):
         (tmp_path / name).write_text("a note")
     zeros = {"observations": [[0.0]] * 3, "actions": [[0.0]] * 3, "rewards": [0.0] * 3}
     write(tmp_path / "mine.hdf5", zeros | {"terminals": [False, False, True]})
@@ -270,11 +282,11 @@ def test_what_text_tells_is_told_before_torch_is_loaded(tmp_path: Path, data: Pa
 
 
 def test_training_says_what_it_will_do_before_torch_is_loaded(tmp_path: Path) -> None:
-    line = [*PROGRAM, "train", "paper", "train.steps=500"]
+    line = [*PROGRAM, "train", "smoke", "train.steps=500"]
     with subprocess.Popen(line, **PIPES, cwd=tmp_path) as process:
         assert process.stderr is not None
         first = process.stderr.readline()
-        assert first == "paper: 500 steps, the first 50 of them warm-up; seed 0\n"
+        assert first == "smoke: 500 steps, the first 5 of them warm-up; seed 0\n"
         loaded = Path(f"/proc/{process.pid}/maps").read_text()
         assert "libtorch" not in loaded
         process.kill()

@@ -14,7 +14,8 @@ import pytest
 
 from gear_offline.artifacts.checkpoint import chosen_checkpoint, find_checkpoint
 from gear_offline.artifacts.export import export_policy
-from gear_offline.artifacts.records import EvaluationReport, read_document, share_interval
+from gear_offline.artifacts.json_lines import read_document
+from gear_offline.artifacts.records import EvaluationReport, share_interval
 from gear_offline.artifacts.trained import load_policy
 from gear_offline.data.dataset.scores import (
     ReferenceScores,
@@ -26,13 +27,9 @@ from gear_offline.data.dataset.scores import (
 )
 from gear_offline.errors import InputError
 from gear_offline.evaluation import play
-from gear_offline.evaluation.play import (
-    EvaluationTask,
-    Stage,
-    evaluate_tasks,
-    evaluate_together,
-)
+from gear_offline.evaluation.play import Stage, evaluate_tasks, evaluate_together
 from gear_offline.evaluation.rollout import ActingPolicy
+from gear_offline.evaluation.tasks import EvaluationTask
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.report import write_report
 from tests.checkpoint_support import write_run
@@ -275,8 +272,8 @@ def test_options_that_cannot_be_played(tmp_path: Path) -> None:
         for value in values:
             with one_error("USAGE"):
                 evaluate(run, quiet=True, **{option: value})
-    with one_error("USAGE", r"they are a text; give targets=\[3600, 1800\]"):
-        evaluate(run, quiet=True, targets="3600,1800")
+    with one_error("USAGE", r"they are a text .*; give targets=\[3600, 1800\]"):
+        evaluate(run, quiet=True, targets="3600,1800")  # type: ignore[arg-type]
     with one_error("ENVIRONMENT", "name the environment that the data came from$"):
         evaluate(run, environment="CartPole-v1", quiet=True)
     with one_error("MODEL", "are a Decision Transformer's, not mlp's"):

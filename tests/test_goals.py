@@ -19,7 +19,8 @@ import gear_offline as go
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.evaluation.maze import WALLS, cell_of, way_to
-from gear_offline.evaluation.play import EvaluationTask, evaluate_tasks
+from gear_offline.evaluation.play import evaluate_tasks
+from gear_offline.evaluation.tasks import EvaluationTask
 from gear_offline.loaders.batch import split_steps
 from gear_offline.loaders.goals import with_goals
 from gear_offline.loaders.loader import GearLoader

@@ -15,7 +15,7 @@ import gear_offline as go
 from gear_offline.cli.main import main
 from gear_offline.config.sections import LoaderSettings, SelectionSettings
 from gear_offline.errors import GearError, InputError, UnavailableError
-from gear_offline.evaluation.play import EvaluationTask
+from gear_offline.evaluation.tasks import EvaluationTask
 from gear_offline.models.decision_transformer import DecisionTransformer
 from tests.support import Captured, Patch, make_dataset, one_error
 

@@ -12,7 +12,7 @@ from gear_offline.core.workers import RayPool
 from gear_offline.data.convert.conversion import convert
 from gear_offline.errors import GearError
 from gear_offline.sweep.results import steps_done
-from gear_offline.sweep.run import sweep
+from gear_offline.sweep.sweep import sweep
 from gear_offline.sweep.trials import SweepDirectory
 from tests.support import contents, one_error, write_hdf5
 from tests.test_sweep import table_of, wait_for

@@ -19,8 +19,9 @@ from gear_offline.errors import GearError
 from gear_offline.evaluation import environments
 from gear_offline.evaluation.collect.collection import collect
 from gear_offline.evaluation.environments import probe
-from gear_offline.evaluation.play import EvaluationTask, evaluate_tasks
+from gear_offline.evaluation.play import evaluate_tasks
 from gear_offline.evaluation.rollout import ActingPolicy, Environments, Episodes
+from gear_offline.evaluation.tasks import EvaluationTask
 from gear_offline.kernels.cuda_module import capturing
 from gear_offline.models.decision_transformer import build_model
 from gear_offline.models.encoders import InputColumn

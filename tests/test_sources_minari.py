@@ -19,7 +19,8 @@ from gear_offline.data.dataset.dataset import open_dataset
 from gear_offline.data.export import export_hdf5
 from gear_offline.data.sources import open_source
 from gear_offline.errors import GearError
-from gear_offline.evaluation.play import evaluate_tasks, tasks_of
+from gear_offline.evaluation.play import evaluate_tasks
+from gear_offline.evaluation.tasks import tasks_of
 from gear_offline.runs.resolve import resolve
 from tests.evaluation_support import Constant
 from tests.support import iter_episodes, one_error, refused

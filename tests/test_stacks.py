@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from gear_offline.artifacts.json_lines import read_records
-from gear_offline.artifacts.records import EvaluationReport, read_lines
+from gear_offline.artifacts.json_lines import read_lines, read_records
+from gear_offline.artifacts.records import EvaluationReport
 from gear_offline.artifacts.trained import find_trained
 from gear_offline.batches.tables import placement
 from gear_offline.config.recipe import Recipe

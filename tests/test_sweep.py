@@ -27,7 +27,7 @@ from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.sweep import run as sweep_run
 from gear_offline.sweep.report import SweepResult, read_sweep
 from gear_offline.sweep.results import steps_done
-from gear_offline.sweep.run import run_trials, sweep
+from gear_offline.sweep.sweep import option_values, run_trials, sweep
 from gear_offline.sweep.trials import (
     SweepDirectory,
     make_trials,
@@ -370,7 +370,7 @@ def fill(path: Path, *, losses: list[float], returns: list[float], complete: boo
     ],
 )
 def test_options_are_taken_as_train_takes_them(options: Any, values: dict[str, Any]) -> None:
-    assert sweep_run.option_values("smoke", options) == values
+    assert option_values("smoke", options) == values
 
 
 @pytest.fixture

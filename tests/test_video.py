@@ -13,7 +13,8 @@ import pytest
 from gear_offline.artifacts.records import EvaluationReport
 from gear_offline.errors import GearError
 from gear_offline.evaluation import video
-from gear_offline.evaluation.play import EvaluationTask, evaluate_tasks
+from gear_offline.evaluation.play import evaluate_tasks
+from gear_offline.evaluation.tasks import EvaluationTask
 from gear_offline.runs.evaluate import evaluate
 from tests.checkpoint_support import write_run
 from tests.evaluation_support import Constant, Counted
@@ -126,7 +127,7 @@ def test_simulators_are_drawn_as_they_were_played(tmp_path: Path, environment: s
     options: dict[str, Any] = {"environment_options": {"max_episode_steps": 12}, "seed": 3}
     tasks = [EvaluationTask(environment=environment, targets=(1.0,), episodes=1, **options)]
     path = tmp_path / "a.gif"
-    video.check_video(path, tasks)
+    video.check_video(tasks)
     report = evaluate_tasks(lambda _: policy, tasks)
     video.write_videos(path, report)
     frames = frames_of(path)
@@ -168,4 +169,4 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for module in ("pygame", "imageio_ffmpeg"):
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(GearError, match=r"gear-offline\[video\]"):
-            video.check_video(tmp_path / "a.gif", tasks)
+            video.check_video(tasks)

@@ -17,7 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gear_offline.analysis.spikes import Spike, find_spikes, logged_losses
+from gear_offline.analysis.spikes import (
+    Spike,
+    find_batches,
+    find_spikes,
+    list_batches,
+    logged_losses,
+)
 from gear_offline.artifacts.checkpoint import list_checkpoints, no_run, read_checkpoint
 from gear_offline.artifacts.trained import trained_model, typed_model
 from gear_offline.batches.sampling import Sampler
@@ -153,15 +159,11 @@ def blame(
     recipe = opened.recipe
     if recipe.data.admit_every is not None:
         raise _unknown(opened, "the data grew while the run trained")
-    requested, last = last, min(last, recipe.train.batch_of(recipe.train.steps - 1))
-    batches, past = _list_batches(recipe, max(0, first), last + 1), _list_batches(recipe, 0, first)
-    if not len(batches):
-        problem = f"no batches from {first} to {requested}"
-        remedy = f"the run has those of 0 to {last}"
-        raise InputError("USAGE", problem, str(opened.path), remedy)
-    ordinary = _list_batches(recipe, max(0, first - len(batches)), first)
+    batches, past = find_batches(opened, first, last), list_batches(recipe, 0, first)
+    last = min(last, recipe.train.batch_of(recipe.train.steps - 1))
+    ordinary = list_batches(recipe, max(0, first - len(batches)), first)
     if not len(ordinary):
-        ordinary = _list_batches(recipe, last + 1, last + 1 + len(batches))
+        ordinary = list_batches(recipe, last + 1, last + 1 + len(batches))
     saved = list_checkpoints(opened.path / "checkpoints")
     if not saved:
         raise no_run(opened.path)
@@ -207,14 +209,6 @@ def blame(
 def _unknown(run: Run, problem: str) -> InputError:
     remedy = "only batches of fixed data and of strategies that do not learn can be told"
     return InputError("SELECTION", problem, str(run.path), remedy)
-
-
-def _list_batches(recipe: Recipe, first: int, end: int) -> Int64Array:
-    """Return (n,) the batches from `first` to before `end` that are not skipped."""
-    numbers = np.arange(first, end)
-    for low, high in recipe.train.skip:
-        numbers = numbers[(numbers < low) | (numbers > high)]
-    return numbers
 
 
 @torch.inference_mode()

@@ -10,8 +10,13 @@ from itertools import chain, pairwise
 from math import inf
 from statistics import median
 
+import numpy as np
+
 from gear_offline.artifacts.json_lines import read_records
 from gear_offline.config.arguments import check_arguments
+from gear_offline.config.recipe import Recipe
+from gear_offline.core.types import Int64Array
+from gear_offline.errors import InputError
 from gear_offline.runs.run import Run, open_run
 
 BEFORE, LEAST = 20, 5  # records before one that it is compared with
@@ -60,6 +65,27 @@ def find_spikes(run: Run | str | os.PathLike[str]) -> list[Spike]:
         else:
             spikes.append(Spike(first=first, last=last, loss=loss, usual=usual))
     return sorted(spikes, key=lambda spike: spike.usual - spike.loss)
+
+
+def find_batches(run: Run, first: int, last: int) -> Int64Array:
+    """Return (n,) the batches of a run in a range, both ends included; ``USAGE`` without any."""
+    newest = run.recipe.train.batch_of(run.recipe.train.steps - 1)
+    batches = list_batches(run.recipe, max(0, first), min(last, newest) + 1)
+    if not len(batches):
+        problem, remedy = (
+            f"no batches from {first} to {last}",
+            f"the run has those of 0 to {newest}",
+        )
+        raise InputError("USAGE", problem, str(run.path), remedy)
+    return batches
+
+
+def list_batches(recipe: Recipe, first: int, end: int) -> Int64Array:
+    """Return (n,) the batches from `first` to before `end` that are not skipped."""
+    numbers = np.arange(first, end)
+    for low, high in recipe.train.skip:
+        numbers = numbers[(numbers < low) | (numbers > high)]
+    return numbers
 
 
 def logged_losses(run: Run, first: int = 0, last: float = inf) -> Iterator[tuple[int, int, float]]:

@@ -32,7 +32,7 @@ from gear_offline.loaders.options import recipe_sampler
 from gear_offline.runs.data import prepare_dataset
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.sweep.report import SweepResult, read_sweep
-from gear_offline.sweep.run import run_trials
+from gear_offline.sweep.sweep import run_trials
 from gear_offline.sweep.trials import Seeds, Trial, parse_seeds, trial_name
 
 if TYPE_CHECKING:

@@ -357,28 +357,31 @@ def chosen_checkpoint(run: Path, which: str | int | None = None) -> Checkpoint:
     return read_checkpoint(find_checkpoint(run, which), training=False)
 
 
-def check_trained(run: Path, which: str | int | None = None, kind: str | None = None) -> None:
-    """Refuse a path of this machine where no policy is; what there is may still be damaged.
+def check_trained(
+    run: Path, which: str | int | None = None, kind: str | None = None
+) -> Checkpoint | None:
+    """Read what acting needs of a run's checkpoint; None of the Hub and of policy folders.
 
     `kind` is the name that the user gives its model.  A part that may not be imported is refused.
     """
     if kind is not None and is_part(kind):
         check_part(MODELS, kind)
     if is_hub(run):
-        return
+        return None
     if run.suffix == ".onnx" and run.is_file():
         problem, remedy = "an ONNX file acts by onnxruntime", "give the run or the policy folder"
         raise InputError("RUN_NOT_FOUND", problem, str(run), remedy)
-    if not (run / "policy.json").is_file():
-        path, recipe = find_checkpoint(run, which), None
-        with suppress(GearError):  # of a damaged one: an older one may be whole
-            recipe = Recipe.read(read_state(path).recipe, where=str(path / STATE))
-        if recipe is not None and kind is None and is_part(recipe.model.kind):
-            readmit(recipe.trusted)
-            check_part(MODELS, recipe.model.kind)
-    elif which is not None:
-        problem, remedy = f"{quote(run)} is one policy", "leave the choice of a checkpoint out"
-        raise InputError("USAGE", problem, where="checkpoint", remedy=remedy)
+    if (run / "policy.json").is_file():
+        if which is not None:
+            problem, remedy = f"{quote(run)} is one policy", "leave the choice of a checkpoint out"
+            raise InputError("USAGE", problem, where="checkpoint", remedy=remedy)
+        return None
+    checkpoint = while_removed(lambda: chosen_checkpoint(run, which))
+    recipe = checkpoint.recipe
+    if kind is None and is_part(recipe.model.kind):
+        readmit(recipe.trusted)
+        check_part(MODELS, recipe.model.kind)
+    return checkpoint
 
 
 def no_run(path: Path) -> InputError:

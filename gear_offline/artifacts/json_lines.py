@@ -13,15 +13,19 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from gear_offline.core.files import Closing, open_regular
-from gear_offline.core.text import finite
+from pydantic import BaseModel, ValidationError
+
+from gear_offline.core.files import Closing, open_regular, read_regular
+from gear_offline.core.text import finite, first_line
 from gear_offline.errors import NO_SPACE, InputError
 
 MOST_STEPS = 1 << 62  # train.steps is below
+MOST_BYTES = 64 << 20  # of a summary or an evaluation
 TAIL_BYTES = 64 << 10  # that mostly hold a record
 FILES = ("metrics.jsonl", "evaluations.jsonl")
+R = TypeVar("R", bound=BaseModel)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -62,6 +66,20 @@ def whole_lines(path: Path, *, after: int = 0) -> Iterator[tuple[bytes, str, int
     except OSError as error:  # a link, a directory, a device
         problem = f"it is no file of a run ({os.strerror(error.errno or 0)})"
         raise _damaged(problem, str(path), "it") from error
+
+
+def read_lines(path: Path, kind: type[R]) -> Iterator[R]:
+    """Yield the records of a JSON-lines file, without a torn last line; none when missing."""
+    for line, where, _ in whole_lines(path):
+        try:
+            record = kind.model_validate_json(line)  # five times as fast as in two steps
+        except ValidationError as error:
+            parse_record(line, where)  # what is no record at all has its own error
+            raise _unlike(path, error) from error
+        step = getattr(record, "step", None)
+        if step is None or not 0 <= step < MOST_STEPS:
+            parse_record(line, where)
+        yield record
 
 
 def parse_record(line: bytes, where: str) -> dict[str, Any]:
@@ -127,3 +145,18 @@ class AppendedFile(Closing):
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def read_document(path: Path, kind: type[R]) -> R | None:
+    """Return the content of a JSON file; None when missing."""
+    try:
+        return kind.model_validate_json(read_regular(path, most=MOST_BYTES))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise _unlike(path, error) from error
+
+
+def _unlike(path: Path, error: Exception) -> InputError:
+    problem = f"the file is damaged: {first_line(error)}"
+    return InputError("RUN_DAMAGED", problem, where=str(path), remedy="remove the file")

@@ -10,23 +10,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer
+from pydantic import BaseModel, ConfigDict, Field, field_serializer
 
-from gear_offline.artifacts.json_lines import MOST_STEPS, parse_record, whole_lines
-from gear_offline.core.files import read_regular, write_file
+from gear_offline.artifacts.json_lines import read_document, read_lines
+from gear_offline.core.files import write_file
 from gear_offline.core.progress import Printed, Terminal, print_table
-from gear_offline.core.text import LEAST, count_text, first_line, interval_text, told_apart
+from gear_offline.core.text import LEAST, count_text, interval_text, told_apart
 from gear_offline.core.types import Float64Array
 from gear_offline.data.dataset.scores import ReferenceScores
 from gear_offline.errors import InputError
 
-MOST_BYTES = 64 << 20  # of a summary or an evaluation
 BY_REFERENCE, BY_DATA = "reference scores", "returns of its data"
 HEADINGS = ("95 % interval", "std", "score", "length", "n")  # behind what is asked and achieved
 
@@ -294,23 +293,6 @@ def score_text(score: float | None) -> str:
     return "-" if score is None else f"{score:.1f}"
 
 
-R = TypeVar("R", bound=_Record)
-
-
-def read_lines(path: Path, kind: type[R]) -> Iterator[R]:
-    """Yield the records of a JSON-lines file, without a torn last line; none when missing."""
-    for line, where, _ in whole_lines(path):
-        try:
-            record = kind.model_validate_json(line)  # five times as fast as in two steps
-        except ValidationError as error:
-            parse_record(line, where)  # what is no record at all has its own error
-            raise _unlike(path, error) from error
-        step = getattr(record, "step", None)
-        if step is None or not 0 <= step < MOST_STEPS:
-            parse_record(line, where)
-        yield record
-
-
 def read_evaluations(run: Path) -> list[EvaluationReport]:
     """Return the newest evaluation of each step of a run, in the order of steps."""
     reports = {r.step or 0: r for r in read_lines(run / "evaluations.jsonl", EvaluationReport)}
@@ -321,21 +303,6 @@ def failure_of(reports: Sequence[EvaluationReport]) -> str | None:
     """Return the newest error of a run's evaluations, of which every one failed; else None."""
     has_failed = bool(reports) and all(report.error for report in reports)
     return f"evaluation failed: {reports[-1].error}" if has_failed else None
-
-
-def read_document(path: Path, kind: type[R]) -> R | None:
-    """Return the content of a JSON file; None when missing."""
-    try:
-        return kind.model_validate_json(read_regular(path, most=MOST_BYTES))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError) as error:
-        raise _unlike(path, error) from error
-
-
-def _unlike(path: Path, error: Exception) -> InputError:
-    problem = f"the file is damaged: {first_line(error)}"
-    return InputError("RUN_DAMAGED", problem, where=str(path), remedy="remove the file")
 
 
 def read_summary(run: Path) -> RunSummary | None:

@@ -13,11 +13,11 @@ import torch
 from gear_offline.artifacts.checkpoint import (
     Checkpoint,
     check_trained,
-    chosen_checkpoint,
     run_damaged,
     while_removed,
 )
-from gear_offline.artifacts.records import EvaluationReport, read_document, read_evaluations
+from gear_offline.artifacts.json_lines import read_document
+from gear_offline.artifacts.records import EvaluationReport, read_evaluations
 from gear_offline.batches.tables.fields import Scales, Window
 from gear_offline.config.arguments import check_arguments
 from gear_offline.config.recipe import Recipe
@@ -177,11 +177,14 @@ def find_trained(
     if is_hub(path) or (is_bare and not path.exists() and not path.parent.is_dir()):
         name = f"{PREFIX}{str(path).removeprefix(PREFIX)}"
         path = fetch(name, "model", "RUN_NOT_FOUND", only=(POLICY, CONFIG, MODEL))
-    check_trained(path, checkpoint, kind)
-    if not (path / POLICY).is_file():
-        return while_removed(lambda: trained_model(chosen_checkpoint(path, checkpoint), kind))
-    loaded, file = read_policy(path, kind)
-    return _by_itself(loaded, file, file, str(path))
+
+    def read() -> TrainedModel:
+        if (chosen := check_trained(path, checkpoint, kind)) is not None:
+            return trained_model(chosen, kind)
+        loaded, file = read_policy(path, kind)
+        return _by_itself(loaded, file, file, str(path))
+
+    return while_removed(read)
 
 
 def live(policy: Policy) -> TrainedModel:
@@ -221,6 +224,7 @@ def _achieved(trained: TrainedModel, task: str | None, facts: PolicyFacts) -> tu
     return tuple(Achieved(**target.model_dump(include=keys)) for target in targets)
 
 
+@torch_defaults()
 def trained_model(checkpoint: Checkpoint, kind: str | None = None) -> TrainedModel:
     """Return the model of a checkpoint, on the CPU; what does not fit together is damaged."""
     weights = checkpoint.weights()

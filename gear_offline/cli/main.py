@@ -218,12 +218,17 @@ def push(
     model: Model = None,
 ) -> None:
     """Put a dataset or a policy on the Hugging Face Hub."""
+    from gear_offline.artifacts.checkpoint import check_trained
+    from gear_offline.core.hub import split_name
     from gear_offline.data.dataset.manifest import is_dataset
 
+    split_name(name, "OUTPUT_WRITE")
     pushed: Any
     if is_dataset(what):
         pushed = go.open_dataset(what, verify=False)
     else:
+        if model is None:
+            check_trained(what)  # before torch is loaded
         pushed = go.load_policy(what, task, device="cpu", model=model)
     show(pushed.push_to_hub(name, private=private))
 
@@ -404,11 +409,6 @@ def sweep(
     quiet: Quiet = False,
 ) -> None:
     """Train a recipe with several seeds and settings; the same command again goes on."""
-    from gear_offline.sweep.trials import SweepDirectory, make_trials, parse_options
-
-    make_trials(recipe, parse_options(overrides), seeds)  # a typo is told before torch is loaded
-    if out is not None:
-        SweepDirectory(out).check()
     how: dict[str, Any] = {"parallel": parallel, "exact": exact, "ray": ray, "quiet": quiet}
     result = go.sweep(recipe, overrides, seeds=seeds, out=out, **how)
     if not (quiet or as_json):
@@ -471,6 +471,9 @@ def blame(
         texts = [str(spike) for spike in spikes[:20]] or ["the logged loss has no spike"]
         show([asdict(spike) for spike in spikes], as_json, lambda: print("\n".join(texts)))
         return
+    from gear_offline.analysis.spikes import find_batches
+
+    find_batches(go.open_run(run), *batches)  # before torch is loaded
     page = go.blame(run, *batches, device=device, model=model, quiet=quiet or as_json)
     show(page.to_json(), as_json, page.print)
 
@@ -500,10 +503,12 @@ def strategies(
         raise InputError("USAGE", problem, remedy="add --train")
     base = go.load_recipe(recipe, overrides)
     from gear_offline.analysis.sampling import parse_candidates
+    from gear_offline.runs.checks import check_data
     from gear_offline.sweep.trials import parse_seeds
 
     parse_candidates(strategies, base)  # before torch is loaded
     parse_seeds(seeds or 3)
+    check_data(base)
     from gear_offline.analysis.page import print_comparison
 
     folder = out or Path("runs") / f"{base.name}-strategies"
@@ -550,12 +555,11 @@ def plan(
     """Predict memory, tiers, traffic and times of a recipe on a cluster."""
     loaded = go.load_recipe(recipe, overrides)
     from gear_offline.analysis.planning.hardware import Cluster, load_hardware
-    from gear_offline.analysis.planning.plan import plan as run
-    from gear_offline.analysis.planning.plan import print_plan
-    from gear_offline.analysis.planning.workload import make_workload
+    from gear_offline.data.dataset.manifest import check_dataset
     from gear_offline.runs.checks import check_model
 
-    check_model(loaded.model)
+    if loaded.data.path and columns is None and Path(loaded.data.path).is_file():
+        check_dataset(loaded.data.path)
     cluster = Cluster(
         nodes=nodes,
         gpus=gpus,
@@ -564,6 +568,11 @@ def plan(
         host_memory=host_memory,
         disk_rate=disk_rate,
     )
+    check_model(loaded.model)
+    from gear_offline.analysis.planning.plan import plan as run  # loads torch
+    from gear_offline.analysis.planning.plan import print_plan
+    from gear_offline.analysis.planning.workload import make_workload
+
     workload = make_workload(loaded, data_bytes=data, columns=columns)
     document = run(loaded, workload, cluster)
     show(document, as_json, lambda: print_plan(document))

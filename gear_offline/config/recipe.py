@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, Self
 
@@ -43,6 +45,7 @@ from gear_offline.config.sections import (
 from gear_offline.config.strict_yaml import dump_yaml
 from gear_offline.core.hub import is_hub
 from gear_offline.core.parts import admit, is_part, part_name, readmit
+from gear_offline.core.text import to_plain
 from gear_offline.errors import InputError
 
 
@@ -256,11 +259,16 @@ class Recipe(Section):
         ``recipe.replace({"train.steps": 10})`` and ``recipe.replace("train.steps=10")`` are alike.
         """
         typed = find_part_names(apply_overrides({}, overrides)) | {*self.part_names} - {*self.parts}
-        return self.settle(overrides).typing(typed)
+        changed = Recipe.read(apply_overrides(self.to_dict(), overrides), where=self.name)
+        return changed.typing(typed)
 
-    def settle(self, changes: Overrides) -> Recipe:
-        """Return a copy with options as data or a run say; of their names nobody types one."""
-        return Recipe.read(apply_overrides(self.to_dict(), changes), where=self.name)
+    def settle(self, changes: Mapping[str, Any]) -> Recipe:
+        """Return a copy with dotted options as data or a run say; no other gives way to them."""
+        options = self.to_dict()
+        for key, value in changes.items():
+            *sections, name = key.split(".")
+            reduce(getitem, sections, options)[name] = to_plain(value)
+        return Recipe.read(options, where=self.name)
 
 
 def whole_paths(data: dict[str, Any]) -> dict[str, Any]:

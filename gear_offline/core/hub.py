@@ -39,7 +39,7 @@ def fetch(name: str, repo_type: Kind, code: str, *, only: tuple[str, ...] = ()) 
     """
     from huggingface_hub import snapshot_download
 
-    repo, inner, revision = _parts(name, code)
+    repo, inner, revision = split_name(name, code)
     patterns = [inner, f"{inner}/*"] if inner else [*only] or None
     options: dict[str, Any] = {"revision": revision, "allow_patterns": patterns}
     with _hub_errors(name, repo_type, code):
@@ -57,7 +57,7 @@ def put(files: Mapping[str, Any], name: str, repo_type: Kind, *, private: bool =
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
-    repo, inner, revision = _parts(name, "OUTPUT_WRITE")
+    repo, inner, revision = split_name(name, "OUTPUT_WRITE")
     api = HfApi()
     with _hub_errors(name, repo_type, "OUTPUT_WRITE"):
         address = api.create_repo(repo, repo_type=repo_type, private=private or None, exist_ok=True)
@@ -78,7 +78,7 @@ def card(metadata: Mapping[str, Any], title: str, facts: Mapping[str, Any], body
     return "\n".join([f"---\n{head}---\n\n# {markdown(title)}\n", *lines, "", body, ""]).encode()
 
 
-def _parts(name: str, code: str) -> tuple[str, str | None, str | None]:
+def split_name(name: str, code: str) -> tuple[str, str | None, str | None]:
     """Return repository, folder in it and revision of ``hub:USER/NAME/FOLDER@REVISION``."""
     match = _NAME.fullmatch(name)
     if match is None or ".." in (match[2] or "").split("/"):

@@ -61,7 +61,7 @@ from gear_offline.core.parts import (
 )
 from gear_offline.core.text import first_line, say
 from gear_offline.core.types import Array
-from gear_offline.errors import GearError, InputError, UnavailableError
+from gear_offline.errors import GearError, InputError, UnavailableError, check_environment_id
 
 MOST_STEPS = 10_000  # of an episode where no time limit is registered
 SEEDED = ("gymnasium.", "ale_py.", "gear_offline.")  # packages that draw from `np_random` alone
@@ -566,6 +566,25 @@ def explain_unregistered(name: str) -> str | None:
     except ImportError:
         pass
     return None
+
+
+def check_environment(name: str, where: str) -> None:
+    """Refuse a name of no environment (``ENVIRONMENT``); import nothing that is not admitted."""
+    if is_admitted(name):
+        maker_of(name)
+        return
+    if ".py:" in name:
+        check_admitted(ENVIRONMENTS, name)
+    check_registered(name, where)
+
+
+def check_registered(name: str, where: str) -> None:
+    """Refuse an id that Gymnasium does not know (``ENVIRONMENT``)."""
+    check_environment_id(name, where=where)
+    if problem := explain_unregistered(name):
+        remedy = "use a registered id, module:Name-v0 with the module that registers it, or "
+        remedy += "FILE.py:Name"
+        raise InputError("ENVIRONMENT", problem, where=where, remedy=remedy)
 
 
 def versioned_id(name: str) -> str:

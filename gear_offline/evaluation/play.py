@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self
@@ -21,8 +21,6 @@ import torch
 from gear_offline.artifacts.records import EvaluationReport, TargetResult, TaskResult
 from gear_offline.artifacts.trained import TrainedModel, find_trained
 from gear_offline.batches.tables.fields import STATES
-from gear_offline.config.recipe import Recipe
-from gear_offline.config.sections import PlaySettings
 from gear_offline.core.draws import Draws
 from gear_offline.core.files import Closing
 from gear_offline.core.progress import Progress
@@ -35,89 +33,21 @@ from gear_offline.data.dataset.scores import ReferenceScores, find_scores, known
 from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.environments import (
     EnvironmentFacts,
-    Options,
     Pack,
     pack_environment,
     weigh,
 )
 from gear_offline.evaluation.rollout import ActingPolicy, Environments, play_together, reseed, turns
-from gear_offline.models.base import ModelSizes, ModelTask, SequenceModel
+from gear_offline.evaluation.tasks import CPU_ENVIRONMENTS, EvaluationTask, Reference
+from gear_offline.models.base import ModelSizes, SequenceModel
 from gear_offline.models.encoders import InputColumn
 from gear_offline.models.policy import Policy
 
-Reference = str | ReferenceScores | tuple[float, float]
-CPU_ENVIRONMENTS = 20  # more make no product of matrices faster
-GPU_ENVIRONMENTS = 256  # an action for all takes hardly longer than one
 MOST_ENVIRONMENTS = 1024  # at once, of all policies that play together
 ENVIRONMENT_BYTES = 16 << 20  # of memory that one takes at least; a robot of meshes has 170 MB
 FOREIGN = "the environment is not the one that D4RL measured, so the score is indicative only"
 
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationTask:
-    """A task to play."""
-
-    environment: str  # Gymnasium id
-    environment_options: Options = field(default_factory=dict)  # it is made with
-    targets: tuple[float, ...]  # asked returns, in the environment's units
-    name: str = ""  # of the task; empty for a policy of one
-    episodes: int = 10  # of each target; episode e is reset with ``seed + e``
-    environments: int = 0  # side by side for each target; 0: as many as suit the device
-    seed: int = 0
-    # D4RL name, two returns or scores to normalise by; default: those of the environment's family
-    reference: Reference | None = None
-    # of the worst and the best episode of its data, to normalise by where there is no reference
-    data_returns: tuple[float, float] | None = None
-    goals: bool = False  # targets are numbers of tasks, and returns say if their goals are reached
-
-    @property
-    def slots(self) -> int:
-        """Environments that a settled task takes at once."""
-        return min(self.environments, self.episodes) * len(self.targets)
-
-    @property
-    def kind(self) -> str:
-        """The same for settled tasks that can be played side by side."""
-        return repr((self.environment, self.environment_options, self.goals, self.slots))
-
-    def settle(self, device: str = "cpu") -> EvaluationTask:
-        """Return it with a number of environments; refuse to play nothing, ``USAGE``."""
-        for name, least in (("episodes", 1), ("environments", 0), ("seed", 0)):
-            value = getattr(self, name)
-            if not (isinstance(value, int | np.integer) and least <= value < 1 << 62):
-                remedy = f"give a whole number from {least} on, below 2^62"
-                raise InputError("USAGE", f"{name} is {value}", f"evaluate.{name}", remedy)
-        suiting = CPU_ENVIRONMENTS if device == "cpu" else min(self.episodes, GPU_ENVIRONMENTS)
-        return replace(self, environments=self.environments or suiting)
-
-
 Evaluation = tuple[Callable[[EvaluationTask], ActingPolicy], Sequence[EvaluationTask]]
-
-
-def tasks_of(recipe: Recipe, model_tasks: Sequence[ModelTask] = ()) -> tuple[EvaluationTask, ...]:
-    """Return the evaluations of a resolved recipe; none where no environment is known.
-
-    `model_tasks` says what the model of several knows of each: returns of its data.
-    """
-    data_returns = {task.name: (task.return_worst, task.return_best) for task in model_tasks}
-    shared = recipe.evaluate
-    sections: Mapping[str, PlaySettings] = recipe.data.tasks or {"": shared}
-    return tuple(
-        EvaluationTask(
-            name=name,
-            environment=section.environment,
-            environment_options=section.environment_options or {},
-            targets=tuple(section.targets or ()),
-            reference=section.reference,
-            data_returns=data_returns.get(name),
-            episodes=shared.episodes,
-            environments=0 if shared.environments == "auto" else shared.environments,
-            seed=shared.seed,
-            goals=recipe.loader.goals is not None,
-        )
-        for name, section in sections.items()
-        if section.environment is not None
-    )
 
 
 def play_tasks(
@@ -129,17 +59,26 @@ def play_tasks(
     quiet: bool = True,
 ) -> EvaluationReport:
     """Play tasks with a trained policy; options are those of `evaluate_tasks`."""
+    tasks = settle_tasks(trained, tasks, device)
     gpus = [torch.device(device)] if device.startswith("cuda") else []
     with torch.random.fork_rng(gpus):
         torch.manual_seed(tasks[0].seed)  # a policy may draw on a GPU
         report = evaluate_tasks(
             lambda task: trained.policy(task.name or None, device),
-            [task.settle(device) for task in tasks],
+            tasks,
             cores=cores,
             quiet=quiet,
         )
     facts = {"run": trained.facts.name, "step": trained.facts.step, "device": device}
     return report.model_copy(update=facts)
+
+
+def settle_tasks(
+    trained: TrainedModel, tasks: Sequence[EvaluationTask], device: str
+) -> list[EvaluationTask]:
+    """Give tasks environments for a device, and the returns of the data of a trained model."""
+    returns = {t.name: (t.return_worst, t.return_best) for t in trained.model.facts.tasks}
+    return [replace(task, data_returns=returns.get(task.name)).settle(device) for task in tasks]
 
 
 def evaluate_tasks(

@@ -29,11 +29,10 @@ from gear_offline.evaluation.environments import (
     is_atari,
     make_environment,
 )
+from gear_offline.evaluation.tasks import EvaluationTask
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-    from gear_offline.evaluation.play import EvaluationTask
 
 SUFFIXES = (".gif", ".mp4")
 FRAMES_PER_SECOND = 30  # at most: MuJoCo's 125 steps a second are shown as 25 frames
@@ -51,10 +50,14 @@ def check_suffix(path: Path) -> None:
         raise InputError("USAGE", problem, where=str(path), remedy=remedy)
 
 
-def check_video(path: Path, tasks: Sequence[EvaluationTask]) -> None:
-    """Refuse early what could not be drawn or written; draws one frame of each environment."""
+def check_files(path: Path, tasks: Sequence[EvaluationTask]) -> None:
+    """Refuse the videos of tasks where one cannot be written."""
     for file in _paths(path, [task.name for task in tasks]):
         check_new_file(file)
+
+
+def check_video(tasks: Sequence[EvaluationTask]) -> None:
+    """Refuse early what could not be drawn; draws one frame of each environment."""
     with package_needed("a video", "video"):
         import imageio_ffmpeg  # noqa: F401
         import PIL  # noqa: F401

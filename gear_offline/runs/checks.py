@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib.util import find_spec
+from pathlib import Path
 
 from gear_offline.batches.sampling import resolve_options
-from gear_offline.config.problems import nearest
+from gear_offline.config.problems import nearest, no_data
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings, ModelSettings, OwnModelSettings
-from gear_offline.core.parts import (
-    Kind,
-    check_admitted,
-    check_part,
-    find_part,
-    is_admitted,
-    is_part,
-)
+from gear_offline.core.hub import is_there
+from gear_offline.core.parts import Kind, check_part, find_part, is_part
+from gear_offline.data.dataset.manifest import check_dataset
 from gear_offline.data.dataset.scores import dataset_names, find_scores
-from gear_offline.errors import InputError, UnavailableError, check_environment_id
+from gear_offline.errors import InputError, UnavailableError
 from gear_offline.evaluation.collect.policies import quality_parts
-from gear_offline.evaluation.environments import ENVIRONMENTS, explain_unregistered, maker_of
+from gear_offline.evaluation.environments import check_environment
 from gear_offline.models.kinds import MODELS
 from gear_offline.runs.callbacks import CALLBACKS
 
@@ -47,7 +43,7 @@ def check_recipe(recipe: Recipe, *, where: str = "") -> None:
         _check_collect(recipe.data.collect, where)
     settings = recipe.evaluate
     if settings.environment is not None and settings.episodes > 0:
-        _check_environment(settings.environment, "evaluate.environment", where)
+        check_environment(settings.environment, _at(where, "evaluate.environment"))
     if isinstance(settings.reference, tuple) and settings.reference[0] >= settings.reference[1]:
         problem = "evaluate.reference has no higher return, which is to count 100, behind the lower"
         raise InputError("RECIPE", problem, where, "write [LOWER, HIGHER]")
@@ -56,6 +52,19 @@ def check_recipe(recipe: Recipe, *, where: str = "") -> None:
         problem = f"evaluate.reference must be a D4RL name, got {settings.reference!r}"
         remedy = f"did you mean {guess!r}?" if guess else "e.g. hopper-medium-v2, or null"
         raise InputError("RECIPE", problem, where=where, remedy=remedy)
+
+
+def check_data(recipe: Recipe, *, is_of_run: bool = False) -> None:
+    """Refuse data that are neither there nor can be made, as far as their places tell.
+
+    The data of a run, with `is_of_run`, are not made again.
+    """
+    for data in (recipe.data.tasks or {}).values() or [recipe.data]:
+        is_made = not is_of_run and (data.maker.source or data.maker.collect)
+        if not (is_made or (data.path and is_there(data.path))):
+            raise no_data(data, is_of_run=is_of_run)
+        if data.path and (not is_made or Path(data.path).is_file()):
+            check_dataset(data.path)
 
 
 def check_model(model: ModelSettings) -> None:
@@ -88,7 +97,7 @@ def check_selection(recipe: Recipe, where: str) -> None:
 
 
 def _check_collect(settings: CollectSettings, where: str) -> None:
-    _check_environment(settings.environment, "data.collect.environment", where)
+    check_environment(settings.environment, _at(where, "data.collect.environment"))
     try:
         quality_parts(settings.policy, settings.quality)
     except InputError as error:
@@ -96,15 +105,5 @@ def _check_collect(settings: CollectSettings, where: str) -> None:
         raise InputError("RECIPE", problem, where=where, remedy=error.remedy) from error
 
 
-def _check_environment(name: str, key: str, where: str) -> None:
-    where = f"{where}: {key}" if where else key
-    if is_admitted(name):
-        maker_of(name)
-        return
-    if ".py:" in name:
-        check_admitted(ENVIRONMENTS, name)
-    check_environment_id(name, where=where)
-    if problem := explain_unregistered(name):
-        remedy = "use a registered id, module:Name-v0 with the module that registers it, or "
-        remedy += "FILE.py:Name"
-        raise InputError("ENVIRONMENT", problem, where=where, remedy=remedy)
+def _at(where: str, option: str) -> str:
+    return f"{where}: {option}" if where else option

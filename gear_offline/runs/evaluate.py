@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gear_offline.artifacts.checkpoint import check_trained, while_removed
 from gear_offline.config.arguments import check_arguments
-from gear_offline.config.environment_options import typed_options
-from gear_offline.config.sections import asked_returns
-from gear_offline.core.files import check_new_file
-from gear_offline.core.parts import admit, part_name
-from gear_offline.errors import given_path
+from gear_offline.config.recipe import Recipe
+from gear_offline.evaluation.tasks import EvaluationTask, PlayOptions, choose_tasks, read_options
+from gear_offline.evaluation.video import check_files, check_suffix
 
 if TYPE_CHECKING:
     from gear_offline.artifacts.records import EvaluationReport
@@ -77,30 +77,14 @@ def evaluate(
         Before anything is played: ``RUN_NOT_FOUND``, ``USAGE``, ``ENVIRONMENT``; ``OUTPUT_EXISTS``
         and ``OUTPUT_WRITE`` for `out` and `video`, ``PACKAGE_MISSING`` for `video`.
     """
-    from gear_offline.artifacts.checkpoint import check_trained
-    from gear_offline.evaluation.video import check_suffix
-
-    name: str | None = part_name(environment)
-    kind: str | None = part_name(model)
-    admit([kind] if kind else [])
-    how = None if environment_options is None else typed_options(environment_options)
-    returns = None if targets is None else asked_returns(targets)
-    if isinstance(run, str | os.PathLike):
-        run = given_path(run, "RUN_NOT_FOUND", where="run")
-        check_trained(run, checkpoint, kind)
-    if out is not None:
-        out = given_path(out, "OUTPUT_WRITE", where="out")
-        check_new_file(out)
     if video is not None:
-        video = given_path(video, "OUTPUT_WRITE", where="video")
-        check_suffix(video)
-    from gear_offline.runs.evaluation import evaluate_run  # loads torch
-
-    return evaluate_run(
+        check_suffix(Path(video))
+    options = read_options(
         run,
-        name,
-        how,
-        returns,
+        environment,
+        environment_options,
+        model,
+        targets=targets,
         episodes=episodes,
         checkpoint=checkpoint,
         seed=seed,
@@ -108,5 +92,25 @@ def evaluate(
         out=out,
         video=video,
         quiet=quiet,
-        model=model,
     )
+    return while_removed(lambda: _evaluate(options))
+
+
+def _evaluate(options: PlayOptions) -> EvaluationReport:
+    """Read the checkpoint of a run, choose its tasks, then load torch."""
+    saved, tasks = None, None
+    if isinstance(options.run, Path):
+        saved = check_trained(options.run, options.checkpoint, options.model)
+    if saved is not None:
+        tasks = plan_tasks(saved.recipe, options)
+    from gear_offline.runs.evaluation import evaluate_run
+
+    return evaluate_run(options, saved, tasks)
+
+
+def plan_tasks(recipe: Recipe, options: PlayOptions) -> list[EvaluationTask]:
+    """Choose the tasks of a run to play; refuse to overwrite a video."""
+    tasks = choose_tasks(recipe, options)
+    if options.video is not None:
+        check_files(options.video, tasks)
+    return tasks

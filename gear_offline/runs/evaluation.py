@@ -5,128 +5,70 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from gear_offline.artifacts.checkpoint import Checkpoint
 from gear_offline.artifacts.records import EvaluationReport
-from gear_offline.artifacts.trained import TrainedModel, find_trained, live
+from gear_offline.artifacts.trained import find_trained, live, trained_model
 from gear_offline.core.files import write_error
-from gear_offline.core.parts import admit, is_same
+from gear_offline.core.parts import admit
 from gear_offline.core.progress import Terminal
 from gear_offline.core.text import say
 from gear_offline.core.torch_state import torch_threads
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import GearError, InputError
-from gear_offline.evaluation.environments import say_left_out, say_version
-from gear_offline.evaluation.play import (
-    EvaluationTask,
-    play_tasks,
-    tasks_of,
-    timestep_warning,
-)
+from gear_offline.evaluation.play import play_tasks, timestep_warning
+from gear_offline.evaluation.tasks import EvaluationTask, PlayOptions, say_choice
 from gear_offline.evaluation.video import check_video, write_videos
-from gear_offline.models.policy import Policy
-
-EPISODES = 10  # where the recipe has 0, which means none while training
+from gear_offline.runs.evaluate import plan_tasks
 
 
 def evaluate_run(
-    run: Path | Policy,
-    name: str | None,
-    how: dict[str, Any] | None,
-    targets: tuple[float, ...] | None,
-    *,
-    episodes: int | None,
-    checkpoint: str | int | None,
-    seed: int | None,
-    device: str,
-    out: Path | None,
-    video: Path | None,
-    quiet: bool,
-    model: Any,
+    options: PlayOptions, checkpoint: Checkpoint | None, tasks: list[EvaluationTask] | None
 ) -> EvaluationReport:
-    """Evaluate a run in the environment `name`, made with `how`; `evaluate` is the public door."""
-    if isinstance(run, Policy):
-        trained, device, run = live(run), str(run.device), Path("policy")
-        if checkpoint is not None or model is not None:
+    """Play a checkpoint and tasks, if they are known, else those that `options` mean.
+
+    `evaluate` is the public door.
+    """
+    run, device, video, quiet = options.run, options.device, options.video, options.quiet
+    if checkpoint is not None:
+        trained = trained_model(checkpoint, options.model)
+    elif isinstance(run, Path):
+        trained = find_trained(run, options.checkpoint, model=options.model)
+    else:
+        trained, device = live(run), str(run.device)
+        if options.checkpoint is not None or options.model is not None:
             problem, remedy = "a policy has no checkpoint, and stays here", "give its run or folder"
             raise InputError("USAGE", problem, "run", remedy)
-    else:
-        trained = find_trained(run, checkpoint, model=model)
+    name = options.environment
     admit([name] if name else [])  # behind the names of the run, which may be the same
-    tasks = _chosen_tasks(trained, name, how, targets)
-    if name is None or is_same(name, trained.recipe.evaluate.environment):
-        say_left_out(how, trained.recipe.evaluate.environment_options)
-    for index, task in enumerate(tasks):
-        count = (task.episodes or EPISODES) if episodes is None else episodes
-        tasks[index] = replace(task, episodes=count, seed=task.seed if seed is None else seed)
-        say_version(task.environment)
+    tasks = tasks or plan_tasks(trained.recipe, options)
+    say_choice(tasks, trained.recipe, options)
     if video is not None:
-        check_video(video, tasks)
-    where = str(resolve_device(device))
+        check_video(tasks)
+    device = str(resolve_device(device))
     with torch_threads(trained.recipe.train.threads):
-        report = play_tasks(trained, tasks, where, quiet=quiet)
+        report = play_tasks(trained, tasks, device, quiet=quiet)
     if warning := timestep_warning(report, trained.model):
         say(warning)
-    home = trained.run
+    home, path = trained.run, run if isinstance(run, Path) else Path("policy")
     try:
         if video is not None:
             videos = write_videos(video, report, quiet=quiet)
             say(f"written: {', '.join(map(str, videos))}", quiet=quiet)
-            base = (home or (run if run.exists() else Path())).resolve()  # not one of the Hub
-            relative = tuple(os.path.relpath(path.resolve(), base) for path in videos)
+            base = (home or (path if path.exists() else Path())).resolve()  # not one of the Hub
+            relative = tuple(os.path.relpath(file.resolve(), base) for file in videos)
             report = report.model_copy(update={"videos": relative})
     finally:  # what was played must not be lost
-        if out is not None:
+        if options.out is not None:
             try:
-                report.write(out)
+                report.write(options.out)
             except OSError as error:
                 report.print(console=Terminal(stderr=True))
-                raise write_error(error, str(out)) from error
+                raise write_error(error, str(options.out)) from error
         elif home is not None:
-            _keep(report, home, run if (run / "checkpoints").is_dir() else home, quiet)
+            _keep(report, home, path if (path / "checkpoints").is_dir() else home, quiet)
     return report
-
-
-def _chosen_tasks(
-    trained: TrainedModel,
-    environment: str | None,
-    options: Mapping[str, Any] | None,
-    targets: tuple[float, ...] | None,
-) -> list[EvaluationTask]:
-    """Return the tasks of a run that `environment` means, with `targets` in place of their own."""
-    recipe = trained.recipe
-    if not recipe.data.tasks and environment not in (None, recipe.evaluate.environment):
-        recipe = recipe.replace({"evaluate.environment": environment})
-    run_tasks = tasks_of(recipe, trained.model.facts.tasks)
-    tasks = [task for task in run_tasks if environment in (None, task.name)]
-    if not tasks and environment is not None:
-        matching = [task for task in run_tasks if is_same(environment, task.environment)]
-        tasks = [replace(task, environment=environment) for task in matching]
-    places = ", ".join(f"{task.name} ({task.environment})" for task in run_tasks)
-    if not tasks:
-        problem, remedy = (
-            "the run names no environment to play in",
-            "say it: --environment Hopper-v5",
-        )
-        if environment is not None:
-            problem, remedy = f"{environment} is the environment of no task", f"tasks: {places}"
-        raise InputError("USAGE", problem, where="--environment", remedy=remedy)
-    for where, value in (("--targets", targets), ("--environment-options", options)):
-        if value is not None and len(tasks) > 1:
-            problem = "several tasks cannot share them"
-            remedy = f"say which task with --environment: {places}"
-            raise InputError("USAGE", problem, where=where, remedy=remedy)
-    if options is not None:
-        tasks = [replace(tasks[0], environment_options=options)]
-    if targets is not None:
-        tasks = [replace(tasks[0], targets=targets)]
-    if not all(task.targets for task in tasks):
-        problem, remedy = "the run names no returns to ask for", "say them: --targets 3600,1800"
-        raise InputError("USAGE", problem, where="--targets", remedy=remedy)
-    return tasks
 
 
 def _keep(report: EvaluationReport, home: Path, folder: Path, quiet: bool) -> None:

@@ -47,14 +47,14 @@ from gear_offline.errors import GearError
 from gear_offline.evaluation.environments import pack_environment
 from gear_offline.evaluation.play import (
     Evaluation,
-    EvaluationTask,
     Stage,
     evaluate_together,
     pack_environments,
     play_job,
-    tasks_of,
+    settle_tasks,
     timestep_warning,
 )
+from gear_offline.evaluation.tasks import EvaluationTask, tasks_of
 from gear_offline.runs.callbacks import Callbacks
 from gear_offline.runs.run import best_of
 from gear_offline.training.learner import Learner
@@ -121,7 +121,7 @@ def plan_evaluations(
 
 
 @dataclass(eq=False, frozen=True)
-class Request:
+class PlayRequest:
     """A checkpoint to be played once it is whole."""
 
     plan: EvaluationPlan
@@ -135,9 +135,9 @@ class ProcessPlayer(Closing):
 
     def __init__(self, plan: EvaluationPlan) -> None:
         self._pool = WorkerPool(plan.workers, threads=plan.threads)
-        self._waiting, self._playing = list[Request](), dict[int, Report]()
+        self._waiting, self._playing = list[PlayRequest](), dict[int, Report]()
 
-    def play(self, request: Request) -> Report:
+    def play(self, request: PlayRequest) -> Report:
         self._waiting.append(request)
         return request.report
 
@@ -147,7 +147,7 @@ class ProcessPlayer(Closing):
             _settle(self._playing.pop(job), played)
         self._waiting = [request for request in self._waiting if not self._begins(request)]
 
-    def _begins(self, request: Request) -> bool:
+    def _begins(self, request: PlayRequest) -> bool:
         """Begin a request if it can begin; return true if it waits no longer."""
         plan, tasks, checkpoint = request.plan, request.tasks, request.checkpoint
         if not (checkpoint.is_dir() and self._pool.has_room) or request.report.done():
@@ -169,13 +169,13 @@ class LocalPlayer(Closing):
     """Plays in this process the oldest checkpoint of each run that shares it, all together."""
 
     def __init__(self) -> None:
-        self._waiting = list[Request]()
+        self._waiting = list[PlayRequest]()
         self._thread = ThreadPoolExecutor(1)  # plays on a GPU; workers end with who started them
         self._playing: Future[None] | None = None  # there
         self._stage: Stage | None = None
         self.seconds = 0.0  # for which the steps of the runs have waited
 
-    def play(self, request: Request) -> Report:
+    def play(self, request: PlayRequest) -> Report:
         self._waiting.append(request)
         return request.report
 
@@ -188,7 +188,7 @@ class LocalPlayer(Closing):
         if self._playing is not None and not self._playing.done():
             return
         self._waiting = [request for request in self._waiting if not request.report.done()]
-        oldest = dict[Path, Request]()  # by run
+        oldest = dict[Path, PlayRequest]()  # by run
         for request in self._waiting:
             oldest.setdefault(request.checkpoint.parent, request)
         plan, ready = self._waiting[0].plan if oldest else None, list[tuple[Report, Evaluation]]()
@@ -230,11 +230,11 @@ class LocalPlayer(Closing):
         self._thread.shutdown()
 
 
-def _evaluation(request: Request) -> Evaluation:
+def _evaluation(request: PlayRequest) -> Evaluation:
     """Return the policies of a checkpoint, captured, and their tasks."""
     device = str(request.plan.device)
-    tasks = [task.settle(device) for task in request.tasks]
     trained = find_trained(request.checkpoint)
+    tasks = settle_tasks(trained, request.tasks, device)
     policies = {task.name: trained.policy(task.name or None, device) for task in tasks}
     for task in tasks:
         policies[task.name].capture(task.slots)
@@ -302,7 +302,7 @@ class RunEvaluations(Closing):
     ) -> None:
         self._recipe, self._saver, self._stop = learner.recipe, saver, shared.stop
         self._learner, self._progress, self._path = learner, progress, callbacks.run.path
-        tasks = tasks_of(self._recipe, learner.model.facts.tasks) if self._recipe.plays else ()
+        tasks = tasks_of(self._recipe) if self._recipe.plays else ()
         self.plan = plan = plan_evaluations(
             self._recipe,
             tasks,
@@ -383,7 +383,9 @@ class RunEvaluations(Closing):
         if step in self._queue or self.log.has(step):
             return
         away = self._away if self.uses_workers else None
-        report = (away or self._local).play(Request(self.plan, self._tasks, self._saver.path(step)))
+        report = (away or self._local).play(
+            PlayRequest(self.plan, self._tasks, self._saver.path(step))
+        )
         self._queue[step], self.used_workers = (report, time.monotonic()), away is not None
         if away is None and not self.plan.thread and self._is_alone:
             self._saver.close()  # the checkpoint is whole now, or given up

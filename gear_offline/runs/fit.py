@@ -115,7 +115,7 @@ def say_what_differs(recipe: Recipe, dataset: Dataset, environment: str | None) 
 
 
 def say_clipped(dataset: Dataset, environment: EnvironmentFacts, *, quiet: bool) -> None:
-    """Say how many actions of the data lie beyond the bounds of the environment."""
+    """Say the share of actions of the data beyond the bounds of the environment."""
     low, high, actions = environment.low, environment.high, dataset.statistics["actions"]
     width = high - low
     if environment.discrete or not np.isfinite(width).all():

@@ -25,11 +25,10 @@ HEAD = """<!doctype html>
 """
 
 
-def write_page(report: Path) -> Path:
-    """Write the page of a Markdown report beside it, and return its path."""
-    page = report.with_suffix(".html")
-    write_file(page, make_page(report.read_text(encoding="utf-8"), report.parent).encode())
-    return page
+def write_page(report: Path, text: str) -> None:
+    """Write the text of a Markdown report, and its page beside it."""
+    write_file(report, text.encode())
+    write_file(report.with_suffix(".html"), make_page(text, report.parent).encode())
 
 
 def make_page(text: str, folder: Path) -> str:

@@ -20,6 +20,7 @@ from jinja2 import Environment, FileSystemLoader, Template
 from markupsafe import Markup
 from matplotlib.axes import Axes
 
+from gear_offline.artifacts.json_lines import read_document, read_lines
 from gear_offline.artifacts.records import (
     DataSummary,
     EvaluationReport,
@@ -28,9 +29,7 @@ from gear_offline.artifacts.records import (
     RunSummary,
     TargetResult,
     TaskResult,
-    read_document,
     read_evaluations,
-    read_lines,
     read_summary,
     score_text,
 )
@@ -63,6 +62,7 @@ def write_report(run: str | os.PathLike[str], *, final: EvaluationReport | None 
     logged = {line.step: line.loss for line in lines}
     validations = {n.step: n.validation_loss for n in lines if n.validation_loss is not None}
     evaluations = [report for report in read_evaluations(run) if report.error is None]
+    summary = read_summary(run)
     if final is None:
         stored = read_document(run / "evaluation.json", EvaluationReport)
         candidates = [r for r in (stored, *evaluations) if r is not None]
@@ -70,7 +70,7 @@ def write_report(run: str | os.PathLike[str], *, final: EvaluationReport | None 
     if recipe is None and not logged and final is None:
         problem, remedy = "nothing here to report on", "give the directory of a run"
         raise InputError("RUN_NOT_FOUND", problem, where=str(run), remedy=remedy)
-    data = read_data(recipe, read_summary(run))
+    data = read_data(recipe, summary)
     sections, pictures = list[dict[str, Any]](), dict[str, bytes]()
     if losses := {step: loss for step, loss in logged.items() if loss is not None}:
         pictures[CURVE] = _draw_learning_curve(run.name, losses, validations, evaluations)
@@ -96,10 +96,10 @@ def write_report(run: str | os.PathLike[str], *, final: EvaluationReport | None 
         settings=_own_settings(recipe) if recipe else {},
         curve=CURVE if losses else None,
     )
-    for name, content in (pictures | {"report.md": text.encode()}).items():
+    for name, content in pictures.items():
         (run / name).parent.mkdir(exist_ok=True)
         write_file(run / name, content)
-    write_page(run / "report.md")
+    write_page(run / "report.md", text)
     return run / "report.md"
 
 

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gear_offline.config.arguments import check_arguments
 from gear_offline.config.files import Overrides, with_value
-from gear_offline.config.problems import no_data
 from gear_offline.config.recipe import Recipe, load_recipe, recipe_option
-from gear_offline.core.hub import is_there
 from gear_offline.distributed import is_first_process
 
 if TYPE_CHECKING:
@@ -92,33 +89,27 @@ def train(
     ['step-00000004']
     """
     loaded = load_recipe(recipe, with_value(overrides, "model.kind", model))
-    quiet = quiet or not is_first_process()
     from gear_offline.core.text import say
-    from gear_offline.data.dataset.manifest import check_dataset
     from gear_offline.runs.callbacks import check_callbacks
-    from gear_offline.runs.checks import check_recipe
+    from gear_offline.runs.checks import check_data, check_recipe
     from gear_offline.runs.directory import check_place, run_and_start
     from gear_offline.runs.resume import find_past
     from gear_offline.runs.run import Run
 
     callbacks = check_callbacks(callbacks)
     path, start = run_and_start(recipe, loaded, out, resume=resume, checkpoint=checkpoint)
-    past, steps = find_past(path, start), loaded.train.steps
-    warmup = min((past.fill(loaded) if past else loaded).optimizer.warmup(steps), steps)
-    text = f"{steps:,} steps" + (f", the first {warmup:,} of them warm-up" if warmup else "")
-    say(f"{loaded.name}: {text}; seed {loaded.seed}", quiet=quiet)
     if is_first_process():
+        past = find_past(path, start)
+        full = past.fill(loaded) if past else loaded
         check_recipe(loaded, where=f"recipe {loaded.name}")
-        is_of_run = past is not None and past.recipe.data_paths == loaded.data_paths
-        for data in (loaded.data.tasks or {}).values() or [loaded.data]:
-            is_made = not is_of_run and (data.maker.source or data.maker.collect)
-            if not (is_made or (data.path and is_there(data.path))):
-                raise no_data(data, is_of_run=is_of_run)
-            if data.path and (not is_made or Path(data.path).is_file()):
-                check_dataset(data.path)
+        check_data(loaded, is_of_run=past is not None and full.data_paths == past.recipe.data_paths)
         if past is not None and (resume or start is not None):
-            past.check(past.fill(loaded))
+            past.check(full)
         check_place(path, resume=resume)  # last: what is typed wrong is told first
+        steps = full.train.steps
+        warmup = min(full.optimizer.warmup(steps), steps)
+        text = f"{steps:,} steps" + (f", the first {warmup:,} of them warm-up" if warmup else "")
+        say(f"{full.name}: {text}; seed {full.seed}", quiet=quiet)
     from gear_offline.runs import loop  # loads torch
 
     trained = loop.train_run(

@@ -105,8 +105,7 @@ class SweepResult(Printed):
             is_drawn=plot is not None,
             shows_asked=targets_plot is not None,
         )
-        write_file(self.path / "sweep.md", text.encode())
-        write_page(self.path / "sweep.md")
+        write_page(self.path / "sweep.md", text)
         return self.path / "sweep.md"
 
 

@@ -15,16 +15,14 @@ from typing import Any, Literal
 import numpy as np
 
 from gear_offline.artifacts.checkpoint import list_checkpoints
-from gear_offline.artifacts.json_lines import last_record
+from gear_offline.artifacts.json_lines import last_record, read_document, read_lines
 from gear_offline.artifacts.records import (
     EvaluationReport,
     MetricsRecord,
     RunSummary,
     failure_of,
     mean_interval,
-    read_document,
     read_evaluations,
-    read_lines,
 )
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.progress import Terminal, print_table

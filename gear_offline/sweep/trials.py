@@ -200,7 +200,6 @@ class SweepDirectory:
         """Keep other processes from running this sweep; a context manager."""
         problem, remedy = "another process is running this sweep", "wait for it, or choose another"
         error = InputError("RUN_LOCKED", problem, str(self.path), f"{remedy} directory with --out")
-        self.check()
         return HeldDirectory(self.path, in_use=error)
 
     def check(self) -> None:

@@ -17,10 +17,9 @@ from gear_offline.artifacts.checkpoint import (
     no_run,
     while_removed,
 )
-from gear_offline.artifacts.trained import find_trained, typed_model
+from gear_offline.artifacts.trained import find_trained
 from gear_offline.config.arguments import check_arguments
-from gear_offline.config.environment_options import typed_options
-from gear_offline.core.parts import admit, is_same, part_name, readmit
+from gear_offline.core.parts import admit, readmit
 from gear_offline.core.progress import Progress
 from gear_offline.core.text import Document, count_text, say
 from gear_offline.core.types import Array
@@ -28,13 +27,8 @@ from gear_offline.core.workers import Caller, WorkerPool
 from gear_offline.data.convert.append import Appender
 from gear_offline.errors import InputError, given_path
 from gear_offline.evaluation.collect.record import Player, episode_plan
-from gear_offline.evaluation.environments import (
-    Pack,
-    pack_environment,
-    probe,
-    say_left_out,
-    say_version,
-)
+from gear_offline.evaluation.environments import Pack, pack_environment, probe
+from gear_offline.evaluation.tasks import choose_tasks, read_options, say_choice
 from gear_offline.models.policy import Policy
 
 WAIT_SECONDS = 600.0  # for a run and its first checkpoint
@@ -110,38 +104,28 @@ def act(
         raise InputError(
             "USAGE", problem, remedy="give at least one actor and episode, no negatives"
         )
+    options = read_options(path, environment, environment_options, model, targets=target, seed=seed)
     _wait_for_checkpoint(path, quiet=quiet)
     recipe = while_removed(lambda: chosen_checkpoint(path)).recipe
     readmit(recipe.trusted)
-    typed: str | None = part_name(environment)
-    admit([typed] if typed else [])
+    admit([options.environment] if options.environment else [])
     if recipe.data.admit_every is None or recipe.data.path is None:
         problem, remedy = "the run's data do not grow", "train it with data.admit_every=1000"
         raise InputError("USAGE", problem, str(path), remedy)
-    name, targets = typed or recipe.evaluate.environment, recipe.evaluate.targets
-    if name is None or (target is None and targets is None):
-        problem = "the run names no environment to play in, or no return to ask for"
-        raise InputError("ENVIRONMENT", problem, str(path), "give --environment and --target")
-    how = typed_options(environment_options)
-    if is_same(name, recipe.evaluate.environment):
-        known_options = recipe.evaluate.environment_options or {}
-        how = known_options if environment_options is None else how
-        say_left_out(how, known_options)
-    probe(name, how)
-    if (pack := pack_environment(name, how)) is None:
+    (task,) = choose_tasks(recipe, options)
+    probe(task.environment, task.environment_options)
+    if (pack := pack_environment(task.environment, task.environment_options)) is None:
         problem, remedy = (
             "only this process knows the environment",
             "register it with an entry point",
         )
-        raise InputError("ENVIRONMENT", problem, name, remedy)
-    say_version(name)
-    if target is None:
-        target = float(max(targets or ()))
+        raise InputError("ENVIRONMENT", problem, task.environment, remedy)
+    say_choice([task], recipe, options)
     if action_noise is None:
         action_noise = 0.0 if recipe.model.is_stochastic else 0.1
     base = time.time_ns() if seed is None else seed
-    typed = typed_model(model)
-    shared = path, Path(recipe.data.path), pack, typed, target, action_noise, time.time()
+    target = max(task.targets)
+    shared = path, Path(recipe.data.path), pack, options.model, target, action_noise, time.time()
     jobs = [
         (*shared, (base, number), episodes and (episodes + actors - 1 - number) // actors)
         for number in range(min(actors, episodes or actors))
