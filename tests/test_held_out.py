@@ -122,8 +122,12 @@ def test_a_resumed_run_validates_as_one_that_was_not_interrupted(
         train_run(recipe.replace({"data.held_out": 0.4}), out, resume=True, quiet=True)
 
 
-def test_ranks_validate_together_what_one_does_alone(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_ranks_validate_together_what_one_does_alone(
+    data: Path, tmp_path: Path, parallel: str
+) -> None:
     changes = (SHARE, "train.validation_batches=2", "loader.batch_size=10")
+    changes += (f"train.parallel={parallel}", "model.layers=2", "model.dropout=0")
     recipe = ranks_recipe(tmp_path / "recipe.yaml", data, *changes)
     one = train_run(load_recipe(recipe), tmp_path / "one", quiet=True)
     done = fork_ranks(2, "-m", "gear_offline", "train", recipe, "--out", tmp_path / "two")

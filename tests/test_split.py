@@ -13,6 +13,7 @@ import gear_offline as go
 from gear_offline.data.dataset.dataset import Dataset
 from tests.support import one_error
 
+EXTRA = ("number", "has_next")
 Episode = dict[str, npt.NDArray[Any]]
 
 
@@ -147,7 +148,8 @@ def test_a_share_that_leaves_a_side_empty_is_refused_with_one_that_does_not(tmp_
 @pytest.mark.parametrize("normalize", [False, True])
 def test_no_row_that_is_held_out_is_drawn(tmp_path: Path, placement: Any, normalize: bool) -> None:
     episodes = make_episodes(40)
-    train, held_out = go.split(write(tmp_path / "data", episodes, shard_bytes=900), 0.3)
+    train, held_out = go.split(write(tmp_path / "data", episodes, shard_bytes=300), 0.3)
+    assert (np.diff(train.first_steps) == 0).any()  # a shard of which nothing is left
     states = np.concatenate([e["observations"] for e in episodes if not is_held_out(e, 0.3)])
     mean, std = states.mean(0, np.float64), states.std(0, np.float64)
     strategies = ["uniform_steps", "shuffled_epochs", "top_k:k=3", "stratified_return"]
@@ -156,7 +158,7 @@ def test_no_row_that_is_held_out_is_drawn(tmp_path: Path, placement: Any, normal
         options |= {"host_budget": 400_000} if placement == "disk" else {}
         options |= {"goals": {"random": 1.0}} if placement == "host" else {}
         loader = go.GearLoader(
-            train, 32, context_length=4, selection=strategy, extra_columns=["number"], **options
+            train, 32, context_length=4, selection=strategy, extra_columns=EXTRA, **options
         )
         drawn = set[int]()
         for _ in range(10):
@@ -165,6 +167,9 @@ def test_no_row_that_is_held_out_is_drawn(tmp_path: Path, placement: Any, normal
             drawn |= {*numbers.tolist()}
             chosen = train.column("number")[train.episodes.offsets[batch.segments[:, 0].numpy()]]
             assert np.array_equal(chosen, numbers)
+            lengths = train.episodes.lengths[batch.segments[:, 0].numpy()]
+            is_inside = batch.segments[:, 1].numpy() < lengths - 1
+            assert np.array_equal(batch.extras["has_next"][:, 0].numpy(), is_inside)
             for row in range(4):
                 episode, start = episodes[numbers[row]], int(batch.segments[row, 1])
                 expected = episode["observations"][start : start + 4].astype(np.float64)

@@ -234,7 +234,8 @@ def _model_options(
         returns = dataset.manifest.returns
         spread = (returns.max - returns.min) / 1000
         changes["model.reward_scale"] = spread if isfinite(spread) and spread > 0 else 1.0
-    tanh, actions = getattr(recipe.model, "action_tanh", False), dataset.statistics["actions"]
+    actions = (dataset.whole or dataset).statistics["actions"]
+    tanh = getattr(recipe.model, "action_tanh", False)
     if tanh and discrete:
         changes["model.action_tanh"] = False  # logits are not bounded
     elif tanh == "auto":

@@ -325,7 +325,7 @@ def _fill(
 
     def fill(job: _ShardRead, groups: Sequence[tuple[GroupPlan, ColumnGroup]]) -> None:
         first = options.margin + job.first_step
-        for plan, group in groups:
+        for plan, group in groups if len(job.lengths) else ():  # a view may have none of a shard
             rows = group.rows[first : first + int(job.lengths.sum())]
             if name := next(iter(FOLLOWING & plan.fields.keys()), None):
                 column = options.observations[0]
