@@ -1,6 +1,7 @@
 """The benchmarks run and print JSON; peers hand out the same windows; verdicts can fail."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from scipy import stats
 
 import benchmarks.__main__ as command
-from benchmarks import common, growth, loader_peers, ogbench_page
+from benchmarks import common, figures, growth, loader_peers, ogbench_page
 from benchmarks import seeds as many_seeds
 from benchmarks.parity import (
     OURS,
@@ -238,3 +239,30 @@ def test_seeds_of_a_model_in_several_files_are_one_row() -> None:
     line = f"| maze | own | 1,000 | 4 | 30.0 ± {half:.1f} | 30 | 0 | 0.5000 ± 0.0000 |"
     assert ogbench_page.table(rows).splitlines()[-1] == line
     assert len(ogbench_page.plot(rows, "title").axes) == 1
+
+
+def test_readme_shows_the_figures_of_stored_documents() -> None:
+    readme = Path("README.md").read_text(encoding="utf-8")
+    for row in figures.readme_rows():
+        assert row in readme
+
+
+OLDER = {"parity.json", "quality.json", "gcbc.json"}  # experiments of before the rule
+
+
+@pytest.mark.parametrize("path", sorted(Path("docs/benchmarks").glob("*.json")), ids=str)
+def test_stored_documents_name_their_commit_and_a_command_of_today(path: Path) -> None:
+    if path.name in OLDER:
+        return
+    document = json.loads(path.read_text(encoding="utf-8"))
+    assert document["commit"] and document["machine"]["date"] and document["results"]
+    words = document["command"].split()
+    assert words[:3] == ["python", "-m", "benchmarks"] and words[3] in common.names()
+
+
+def test_commands_of_benchmarks_in_pages_exist() -> None:
+    pages = [Path("README.md"), Path("CONTRIBUTING.md"), *Path("docs").rglob("*.md")]
+    known = {*common.names(), "figures", "NAME"}
+    for page in pages:
+        found = re.findall(r"-m benchmarks ([a-z_A-Z]+)", page.read_text(encoding="utf-8"))
+        assert set(found) <= known, page
