@@ -136,8 +136,8 @@ def export_hdf5(
 
 def _pick_names(source: Source, columns: Sequence[str] | None, path: Path) -> list[str]:
     """Return the names to write; refuse one that is also that of a group of others."""
-    chosen = {REWARDS, *(source.spec[name].name for name in columns or ())}
-    names = [c.name for c in source.spec if columns is None or c.name in chosen]
+    stored = {REWARDS, *(source.spec[name].name for name in columns or ())}
+    names = [c.name for c in source.spec if columns is None or c.name in stored]
     groups = {name[:at]: name for name in names for at, sign in enumerate(name) if sign == "/"}
     for name in names:
         if below := groups.get(name):

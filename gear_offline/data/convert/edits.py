@@ -74,14 +74,14 @@ class Edits:
         pairs = [(name.strip(), origin.strip()) for origin, name in rename.items()]
         pairs += [(name, origin) for name, equals, origin in words if equals]
         names = dict(pairs)
-        chosen = [name if name in names else rename.get(name, name) for name, _, _ in words]
-        terms = [n for text in (*chosen, *names, *names.values()) for n in split_names(text)]
-        is_twice = len(names) < len(pairs) or len({*chosen}) < len(chosen)
+        kept_names = [name if name in names else rename.get(name, name) for name, _, _ in words]
+        terms = [n for text in (*kept_names, *names, *names.values()) for n in split_names(text)]
+        is_twice = len(names) < len(pairs) or len({*kept_names}) < len(kept_names)
         if is_twice or not all(terms) or (columns is not None and not columns):
             problem = f"{', '.join(columns or map('='.join, pairs))} gives a name twice, or none"
             raise InputError("USAGE", problem, remedy="write it like observations=obs,actions=act")
         return cls(
-            columns=None if columns is None else tuple(chosen),
+            columns=None if columns is None else tuple(kept_names),
             names=tuple(names.items()),
             rename=tuple(rename.items()),
             shift=tuple(shift.items()),

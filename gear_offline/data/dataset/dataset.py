@@ -248,7 +248,7 @@ class Dataset:
         step = int(self.first_steps[shard])
         rows = min(max(1, chunk_bytes // spec.step_bytes), tensor.shape[0])
         buffer = np.empty((rows, *tensor.shape[1:]), tensor.dtype)
-        kept: slice | BoolArray = slice(None)
+        in_chunk: slice | BoolArray = slice(None)
         with open(self.open_shard(shard), "rb") as file:
             record, at = self.manifest.shards[shard], 0
             if self.whole is not None:
@@ -258,8 +258,8 @@ class Dataset:
                     in_view[begin - first : end - first] = True
             for count in _stream(file, self.path, self.manifest, record, tensor, buffer):
                 if self.whole is not None:
-                    kept, at = in_view[at : at + count], at + count
-                values = buffer[:count].view(spec.dtype).reshape(count, *spec.shape)[kept]
+                    in_chunk, at = in_view[at : at + count], at + count
+                values = buffer[:count].view(spec.dtype).reshape(count, *spec.shape)[in_chunk]
                 if len(values):
                     yield step, values
                 step += len(values)
@@ -504,8 +504,8 @@ def grow_dataset(dataset: Dataset, admissions: Sequence[Admission]) -> Dataset:
     larger = _summed_up(replace(larger, admissions=dataset.admissions + len(admissions)))
     if dataset.numbers is None or dataset.member is None:
         return larger
-    new = np.flatnonzero(dataset.member(larger, len(before))) + len(before)
-    return view_episodes(larger, np.append(dataset.numbers, new), dataset.member)
+    added = np.flatnonzero(dataset.member(larger, len(before))) + len(before)
+    return view_episodes(larger, np.append(dataset.numbers, added), dataset.member)
 
 
 def view_episodes(

@@ -57,9 +57,9 @@ class HeldOut:
         numbers = episode_numbers(dataset, self.by)
         held_out = numbers < self.share
         if not held_out.any() or held_out.all():
-            what = "episode" if self.by is None else f"episode by {self.by}"
+            noun = "episode" if self.by is None else f"episode by {self.by}"
             which = "none" if not held_out.any() else "all"
-            problem = f"{self.share:.6g} holds out {which} of {count_text(len(dataset), what)}"
+            problem = f"{self.share:.6g} holds out {which} of {count_text(len(dataset), noun)}"
             low, high = float(numbers.min()), float(numbers.max())
             remedy = f"use a share (data.held_out) above {low:.4f} and up to {high:.4f}"
             if low == high:
@@ -106,10 +106,10 @@ def split(
         rule = HeldOut(share_of(held_out), by)
     except ValueError as error:
         raise InputError("USAGE", str(error), "held_out", "write it like 10% or 0.1") from error
-    whole = dataset if isinstance(dataset, Dataset) else open_dataset(dataset)
-    chosen = rule.choose(whole)
-    held_out_view = view_episodes(whole, np.flatnonzero(chosen), rule.chooses)
-    return rule.others(whole, np.flatnonzero(~chosen)), held_out_view
+    opened = dataset if isinstance(dataset, Dataset) else open_dataset(dataset)
+    mask = rule.choose(opened)
+    held_out_view = view_episodes(opened, np.flatnonzero(mask), rule.chooses)
+    return rule.others(opened, np.flatnonzero(~mask)), held_out_view
 
 
 def held_out_part(dataset: Dataset, observations: Sequence[str]) -> Dataset:
@@ -117,10 +117,10 @@ def held_out_part(dataset: Dataset, observations: Sequence[str]) -> Dataset:
     assert dataset.whole is not None and dataset.numbers is not None, "some episodes are held out"
     numbers = np.setdiff1d(np.arange(len(dataset.whole)), dataset.numbers)
     moments = {name: dataset.statistics[name] for name in observations}
-    part = view_episodes(dataset.whole, numbers)
-    statistics = {**part.manifest.statistics, **moments}
-    manifest = part.manifest.replace_fields(statistics=statistics)
-    return replace(part, manifest=manifest, verified_shards=dataset.verified_shards, frozen=True)
+    view = view_episodes(dataset.whole, numbers)
+    statistics = {**view.manifest.statistics, **moments}
+    manifest = view.manifest.replace_fields(statistics=statistics)
+    return replace(view, manifest=manifest, verified_shards=dataset.verified_shards, frozen=True)
 
 
 def episode_numbers(dataset: Dataset, by: str | None = None, first: int = 0) -> Float64Array:
@@ -138,7 +138,7 @@ def episode_numbers(dataset: Dataset, by: str | None = None, first: int = 0) -> 
         names = sorted([*observed, "actions"] if observed and "actions" in names else names)
         columns = [_digests(dataset, dataset.spec[name], first) for name in names]
         lengths = [length.to_bytes(8, "little") for length in dataset.episodes.lengths.tolist()]
-        content = [b"".join(parts) for parts in zip(*columns, lengths[first:], strict=True)]
+        content = [b"".join(fields) for fields in zip(*columns, lengths[first:], strict=True)]
     salt = dataset.depth.to_bytes(2, "little")
     digests = b"".join(blake2b(each, digest_size=8, salt=salt).digest() for each in content)
     return np.frombuffer(digests, "<u8") / 2.0**64
@@ -173,8 +173,8 @@ def _pieces(dataset: Dataset, column: ColumnSpec, first: int) -> Iterator[tuple[
     Of frames, and others as wide, they are the first row and the last one.  Floats are float32, so
     that data of either width are alike, and other numbers but bytes int64.
     """
-    kind, offsets = column.dtype.kind, dataset.episodes.offsets.tolist()
-    dtype = "<f4" if kind == "f" else "<i8" if kind in "iub" and column.dtype != "u1" else None
+    code, offsets = column.dtype.kind, dataset.episodes.offsets.tolist()
+    dtype = "<f4" if code == "f" else "<i8" if code in "iub" and column.dtype != "u1" else None
 
     def read(begin: int, end: int) -> Array:
         with np.errstate(over="ignore", invalid="ignore"):

@@ -86,7 +86,7 @@ class Piece:
         return cls(read=read, steps=next(iter(columns.values())).shape[0])
 
 
-class Request(NamedTuple):
+class SourceRequest(NamedTuple):
     """A user's request: a source, a boundary rule, names of columns, a robomimic filter key."""
 
     uri: str

@@ -21,7 +21,7 @@ import numpy as np
 
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.data.sources.base import Piece, Request, Source, SourceInfo
+from gear_offline.data.sources.base import Piece, Source, SourceInfo, SourceRequest
 from gear_offline.data.sources.columns import Kinds, can_be_column, kinds_of, row_kinds
 from gear_offline.data.sources.flags import BLOCK_ROWS
 from gear_offline.data.sources.input_files import InputFile, files_in, misfit
@@ -45,7 +45,7 @@ def replay_folder(path: Path) -> Path | None:
     return None
 
 
-def open_dqn_replay(folder: Path, request: Request) -> Source:
+def open_dqn_replay(folder: Path, request: SourceRequest) -> Source:
     """Open one run's checkpoints, or the folder above; reads rewards, actions and terminals."""
     folder = replay_folder(folder.absolute()) or folder
     log, gaps, fresh = _open_log(folder)

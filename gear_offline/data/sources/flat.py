@@ -14,7 +14,7 @@ from typing import Any
 from gear_offline.config.problems import nearest
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.data.sources.base import Piece, Request, Source, SourceInfo, read_scores
+from gear_offline.data.sources.base import Piece, Source, SourceInfo, SourceRequest, read_scores
 from gear_offline.data.sources.columns import (
     can_be_column,
     row_kinds,
@@ -38,7 +38,7 @@ EDITS = ("mapped", "reward_edits")  # attributes that a policy in the environmen
 OPTIONAL = ("rewards", "next_observations", *FLAGS)
 
 
-def open_hdf5(file: Hdf5File, request: Request) -> Source:
+def open_hdf5(file: Hdf5File, request: SourceRequest) -> Source:
     """Open an HDF5 file of D4RL's or the generic layout."""
     attributes, environment = file.attributes(), file.attributes().get("env_id")
     facts: dict[str, Any] = {"attributes": attributes, "metadata": file.metadata()}
@@ -65,7 +65,7 @@ def open_hdf5(file: Hdf5File, request: Request) -> Source:
 
 def table_source(
     arrays: Mapping[str, Any],
-    request: Request,
+    request: SourceRequest,
     files: tuple[InputFile, ...],
     rows: Callable[[Any], Any],
     numbers: Mapping[str, Any] | None = None,
@@ -163,7 +163,7 @@ def single_values(arrays: Mapping[str, Any]) -> list[str]:
 
 def find_columns(
     arrays: Mapping[str, Any],
-    request: Request,
+    request: SourceRequest,
     required: Sequence[str] = REQUIRED,
     optional: Sequence[str] = OPTIONAL,
     *,

@@ -21,7 +21,7 @@ import numpy as np
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.data.dataset.scores import dataset_of_file
-from gear_offline.data.sources.base import Piece, Request, Source, SourceInfo
+from gear_offline.data.sources.base import Piece, Source, SourceInfo, SourceRequest
 from gear_offline.data.sources.columns import common_columns, row_kinds, some_names, split_names
 from gear_offline.data.sources.combine import observation_vectors
 from gear_offline.data.sources.d4rl import is_gymnasium_id
@@ -61,7 +61,7 @@ class Number(NamedTuple):
         return rows & (np.arange(start, stop) == self.steps - 1) if self.at_end else rows
 
 
-def open_groups(file: Hdf5File, groups: Mapping[str, Group], request: Request) -> Source:
+def open_groups(file: Hdf5File, groups: Mapping[str, Group], request: SourceRequest) -> Source:
     """Open the `episode_groups` of a file; with a filter key only those of ``mask/KEY``."""
     names, key = request.names, request.key
     masks = [n.removeprefix("mask/") for n in file.datasets if n.startswith("mask/")]
@@ -139,7 +139,7 @@ def _pick_demos(file: Hdf5File, key: str, masks: list[str], groups: Iterable[str
 
 
 def _columns(
-    file: Hdf5File, name: str, group: Group, request: Request
+    file: Hdf5File, name: str, group: Group, request: SourceRequest
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the columns of an episode, none if it has no steps; what is left out and why."""
     where, names = f"{file.path}: {name}", request.names

@@ -24,7 +24,7 @@ import numpy as np
 from gear_offline.core.files import read_regular
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.data.sources.base import READ_BYTES, Piece, Request, Source, SourceInfo
+from gear_offline.data.sources.base import READ_BYTES, Piece, Source, SourceInfo, SourceRequest
 from gear_offline.data.sources.columns import row_kinds, split_names
 from gear_offline.data.sources.combine import CODES, observation_vectors
 from gear_offline.data.sources.input_files import InputFile, by_number, misfit, reading_errors
@@ -54,7 +54,7 @@ Place = tuple[InputFile, float]  # a video, and where in it an episode begins, i
 Read = Callable[[int, int], Array]  # of steps
 
 
-def open_lerobot(path: Path, request: Request) -> Source:
+def open_lerobot(path: Path, request: SourceRequest) -> Source:
     """Open a dataset's folder; reads the episode numbers."""
     path, names = path.absolute(), request.names
     reader = _Folder(path)

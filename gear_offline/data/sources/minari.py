@@ -27,7 +27,7 @@ import numpy as np
 from gear_offline.core.files import read_regular
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.data.sources.base import Piece, Request, Source, SourceInfo, read_scores
+from gear_offline.data.sources.base import Piece, Source, SourceInfo, SourceRequest, read_scores
 from gear_offline.data.sources.columns import Kinds, common_columns, row_kinds
 from gear_offline.data.sources.hdf5 import SUFFIXES, Hdf5File
 from gear_offline.data.sources.input_files import InputFile, files_in, misfit, reading_errors
@@ -69,7 +69,7 @@ def data_directory(path: Path) -> Path | None:
     return None
 
 
-def open_minari(path: Path, request: Request) -> Source:
+def open_minari(path: Path, request: SourceRequest) -> Source:
     """Open a Minari dataset's directory, or the ``data`` in it; reads each episode once."""
     data = data_directory(path.absolute())
     assert data is not None, "the caller looked"

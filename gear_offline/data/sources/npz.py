@@ -22,7 +22,7 @@ from numpy.lib import format as npy
 
 from gear_offline.core.files import read_at
 from gear_offline.core.types import Array
-from gear_offline.data.sources.base import Request, Source
+from gear_offline.data.sources.base import Source, SourceRequest
 from gear_offline.data.sources.columns import rename_columns
 from gear_offline.data.sources.flags import FLAGS, TIME_FLAGS
 from gear_offline.data.sources.flat import single_values, table_source
@@ -115,7 +115,7 @@ def open_lazily(file: InputFile) -> io.BufferedReader:
     return io.BufferedReader(_LazyFile(file), READ_BYTES)
 
 
-def open_npz(path: Path, request: Request) -> Source:
+def open_npz(path: Path, request: SourceRequest) -> Source:
     """Open an ``.npz`` file of OGBench, or of flat arrays with flags."""
     path = path.absolute()
     file = InputFile.find(path)

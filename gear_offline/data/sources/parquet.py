@@ -21,7 +21,7 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, Int64Array
 from gear_offline.data.dataset.scores import dataset_of_file
 from gear_offline.data.sources.arrow_messages import MAGIC, read_batches
-from gear_offline.data.sources.base import Piece, Request, Source, SourceInfo
+from gear_offline.data.sources.base import Piece, Source, SourceInfo, SourceRequest
 from gear_offline.data.sources.columns import row_kinds, split_names
 from gear_offline.data.sources.flags import find_flags
 from gear_offline.data.sources.flat import REQUIRED, find_columns, table_source
@@ -38,7 +38,7 @@ MAX_ROW_VALUES = 1 << 27
 MAX_EPISODES = 1 << 24  # of a file; each takes some tens of bytes
 
 
-def open_parquet(path: Path, request: Request) -> Source:
+def open_parquet(path: Path, request: SourceRequest) -> Source:
     """Open files of one row a step or an episode; reads how long they are."""
     path, names, paths = path.absolute(), request.names, request.shards or (path.absolute(),)
     form = "arrow" if paths[0].suffix.lower() in ARROW else "parquet"

@@ -19,7 +19,7 @@ from gear_offline.core.hub import fetch, is_hub
 from gear_offline.data.dataset.dataset import open_dataset
 from gear_offline.data.dataset.manifest import is_dataset
 from gear_offline.data.dataset.scores import dataset_file, dataset_of_file
-from gear_offline.data.sources.base import Request, Source
+from gear_offline.data.sources.base import Source, SourceRequest
 from gear_offline.data.sources.columns import some_names
 from gear_offline.data.sources.combine import (
     adapt_columns,
@@ -117,7 +117,7 @@ def open_source(
     else:
         _check_exists(text, path)
         text = path.name
-    return adapt_columns(_open(path, Request(text, rule, names, key, partial)), rule)
+    return adapt_columns(_open(path, SourceRequest(text, rule, names, key, partial)), rule)
 
 
 def find_local_path(source: str) -> Path | None:
@@ -145,7 +145,7 @@ def _file_and_key(name: str) -> tuple[str, str]:
     return file, key
 
 
-def _open(path: Path, request: Request) -> Source:
+def _open(path: Path, request: SourceRequest) -> Source:
     reader: Reader = _open_hdf5
     if request.shards:
         reader = open_parquet
@@ -166,7 +166,7 @@ def _open(path: Path, request: Request) -> Source:
     return with_columns(source, request.names)
 
 
-def _judge(source: Source, request: Request) -> None:
+def _judge(source: Source, request: SourceRequest) -> None:
     """Judge how stored episodes ended, by a rule or the flags of the user or the format."""
     terms = [term.partition("=") for term in (request.rule or "").split("|")]
     if request.rule and not any(
@@ -195,7 +195,7 @@ def _judge(source: Source, request: Request) -> None:
     source.warn(*notes)
 
 
-def _open_folder(path: Path, request: Request) -> Source:
+def _open_folder(path: Path, request: SourceRequest) -> Source:
     """Open the files of a folder that make one dataset, or those in it where the Hub has them."""
     folder = path.absolute()
     is_bare = not any(files_in(folder, suffixes) for suffixes in KINDS)
@@ -288,7 +288,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return dict(json.loads(read_regular(path, most=MAX_LIST_BYTES)))
 
 
-def _open_hdf5(path: Path, request: Request) -> Source:
+def _open_hdf5(path: Path, request: SourceRequest) -> Source:
     """Open an HDF5 file by its layout; with a key, which may be empty, it is robomimic's."""
     with Hdf5File(path.absolute()) as file:
         is_exported = file.attribute("/", EXPORTED) is not None
@@ -299,7 +299,7 @@ def _open_hdf5(path: Path, request: Request) -> Source:
     raise misfit("no group data/demo_0", path, "leave robomimic: out for another layout")
 
 
-Reader = Callable[[Path, Request], Source]
+Reader = Callable[[Path, SourceRequest], Source]
 FILES: dict[str, Reader] = {".npz": open_npz, ".zip": open_zarr}  # any other is HDF5
 FILES |= dict.fromkeys((".parquet", *ARROW), open_parquet)
 # formats whose episodes a rule cuts

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from gear_offline.data.sources.base import READ_BYTES, Request, Source
+from gear_offline.data.sources.base import READ_BYTES, Source, SourceRequest
 from gear_offline.data.sources.columns import can_be_column
 from gear_offline.data.sources.flat import single_values, table_source
 from gear_offline.data.sources.input_files import InputFile, by_number
@@ -29,7 +29,7 @@ SAFE = "store numbers in chunks of about 1 MiB"
 USUAL = {"actions": "action", "rewards": "reward", "observations": "state"}
 
 
-def open_zarr(path: Path, request: Request) -> Source:
+def open_zarr(path: Path, request: SourceRequest) -> Source:
     """Open a store of arrays of one row a step."""
     with package_needed("zarr stores are read by the zarr package", "zarr"):
         import zarr
