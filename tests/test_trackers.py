@@ -27,7 +27,7 @@ from tests.forks import run_forked
 from tests.support import Captured, Patch
 from tests.training_support import tiny_recipe
 
-NAMES = ["tensorboard", "trackio", "wandb"]
+NAMES = ["tensorboard", "csv", "trackio", "mlflow", "wandb"]
 LEARNT = ("loss", "gradient_norm", "learning_rate")
 Shown = dict[str, list[tuple[int, float]]]
 
@@ -40,6 +40,7 @@ def places(tmp_path: Path, monkeypatch: Patch) -> None:
     """Keep trackio's database and W&B's files here, and W&B from the network."""
     home = tmp_path / "trackio"
     variables = {"TRACKIO_DIR": str(home), "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    variables |= {"MLFLOW_TRACKING_URI": f"file:{tmp_path}/mlflow", "MLFLOW_ALLOW_FILE_STORE": "1"}
     for name, value in {**variables, "WANDB_ERROR_REPORTING": "false"}.items():
         monkeypatch.setenv(name, value)
     for module in ("trackio.utils", "trackio.sqlite_storage"):  # they read it when loaded
@@ -68,6 +69,30 @@ def shown_by_trackio(run: Path, project: str) -> tuple[Shown, Any]:
         for tag, value in json.loads(text).items():
             shown.setdefault(tag, []).append((step, value))
     return shown, json.loads(config)
+
+
+def shown_by_csv(run: Path) -> Shown:
+    head, *lines = (run / "scalars.csv").read_text().splitlines()
+    shown: Shown = {}
+    assert head == "step,name,value"
+    for step, name, value in (line.split(",") for line in lines):
+        shown.setdefault(name, []).append((int(step), float(value)))
+    return shown
+
+
+def shown_by_mlflow(run: Path, project: str) -> tuple[Shown, Any]:
+    """Read the files of MLflow: a line "time value step" of each metric."""
+    shown: Shown = {}
+    experiments = (run.parent / "mlflow").glob("*/meta.yaml")
+    (place,) = (path.parent for path in experiments if f"name: {project}\n" in path.read_text())
+    (folder,) = (path.parent for path in place.glob("*/metrics"))
+    for path in (path for path in (folder / "metrics").rglob("*") if path.is_file()):
+        rows = (line.split() for line in path.read_text().splitlines())
+        points = [(int(step), float(value)) for _, value, step, *_ in rows]
+        shown[str(path.relative_to(folder / "metrics"))] = points
+    options = go.open_run(run).recipe.to_dict()
+    assert (folder / "params" / "train.steps").read_text() == str(options["train"]["steps"])
+    return shown, options
 
 
 def wandb_records(file: Path) -> Iterator[Any]:
@@ -113,7 +138,10 @@ def shown_by(name: str, run: Path, project: str = "gear-offline") -> Shown:
     """Return what a tracker shows of a run, and check that its recipe went along."""
     if name == "tensorboard":
         return shown_by_tensorboard(run)
-    shown, config = (shown_by_trackio if name == "trackio" else shown_by_wandb)(run, project)
+    if name == "csv":
+        return shown_by_csv(run)
+    readers = {"trackio": shown_by_trackio, "mlflow": shown_by_mlflow, "wandb": shown_by_wandb}
+    shown, config = readers[name](run, project)
     options = go.open_run(run).recipe.to_dict()
     assert {key: config[key] for key in options} == json.loads(json.dumps(options))
     return shown
@@ -205,7 +233,7 @@ class Notes:
     def __init__(self, run: go.Run, project: str) -> None:
         self.file = run.path / "notes"
         lines = self.file.read_text().splitlines() if self.file.exists() else []
-        self.told = dict(sorted((kind, int(step)) for kind, step in map(str.split, lines)))
+        self.last_steps = dict(sorted((kind, int(step)) for kind, step in map(str.split, lines)))
 
     def send(self, step: int, values: dict[str, float]) -> None:
         with open(self.file, "a") as file:

@@ -43,6 +43,7 @@ OPTIONAL_PACKAGES = {
     "av": ("videos of LeRobot", "pip install 'gear-offline[lerobot]'"),
     "accelerate": ("Hugging Face's Trainer", "pip install 'gear-offline[trainer]'"),
     "trackio": ("train.trackers=trackio", "pip install 'gear-offline[trackers]'"),
+    "mlflow": ("train.trackers=mlflow", "pip install 'gear-offline[trackers]'"),
     "wandb": ("train.trackers=wandb", "pip install 'gear-offline[trackers]'"),
     "ray": ("--ray: several machines", "pip install 'gear-offline[ray]'"),
     "imageio-ffmpeg": ("evaluate --video", "pip install 'gear-offline[video]'"),

@@ -370,7 +370,7 @@ def act(
 @command("Train", "sync runs/a-s0 --tracker wandb", "sync runs/a-s0 --project mine --tracker wandb")
 def sync(
     run: Path = Run(help="Run directory."),
-    tracker: str | None = Option(None, help="tensorboard, trackio or wandb; default the recipe's."),
+    tracker: str | None = Option(None, help="As in train.trackers; default the recipe's."),
     project: str | None = Option(None, help="Where it is shown; default the recipe's."),
 ) -> None:
     """Send what a run has logged to a tracker, as far as it is not there yet."""

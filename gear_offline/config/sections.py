@@ -660,11 +660,11 @@ class TrainSettings(Section):
     deterministic: bool = False
     """Only kernels that give the same bits each time: resumed runs end in the same weights."""
     trackers: Parts = ("tensorboard",)
-    """Trackers that show metrics and evaluations too: tensorboard, trackio, wandb, FILE.py:Name."""
+    """Trackers that show metrics too: tensorboard, csv, trackio, mlflow, wandb, FILE.py:Name."""
     callbacks: Parts = ()
     """Classes derived from gear_offline.Callback, FILE.py:Name: told of each event of the run."""
     project: Name = "gear-offline"
-    """Project that trackio and wandb show the run in."""
+    """Project that trackio, mlflow and wandb show the run in."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -1,4 +1,4 @@
-"""Trackers: a run's metrics, evaluations and recipe in TensorBoard, trackio and Weights & Biases.
+"""Trackers: a run's metrics, evaluations and recipe in TensorBoard, CSV, trackio, MLflow and W&B.
 
 Each says how far it has come with a run.  When it is opened, the records it lacks are sent from
 the files of the run.  So a resumed run goes on in it without a gap and without a step twice, and
@@ -8,12 +8,14 @@ the files of the run.  So a resumed run goes on in it without a gap and without 
 from __future__ import annotations
 
 import contextvars
+import csv
 import os
+import re
 import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -22,6 +24,7 @@ from typing import Any, Protocol
 from gear_offline.artifacts.json_lines import AppendedFile, read_records
 from gear_offline.artifacts.records import EvaluationReport, MetricsRecord
 from gear_offline.config.arguments import check_arguments
+from gear_offline.config.files import flat
 from gear_offline.config.recipe import load_recipe
 from gear_offline.config.sections import TrainSettings
 from gear_offline.core.files import write_file
@@ -45,11 +48,11 @@ class Tracker(Protocol):
 
     It is made with the run and a project.
 
-    It goes on with a run that it has, and shows the recipe.  `told` is the largest step of each
-    kind that it has when it is opened: later ones are sent once, and evaluations that had failed.
+    It goes on with a run that it has, and shows the recipe.  `last_steps` has the largest step
+    of each kind when it is opened: later ones are sent once, and evaluations that had failed.
     """
 
-    told: dict[str, int]
+    last_steps: dict[str, int]
 
     def send(self, step: int, values: dict[str, float]) -> None:
         """Show values of one kind by name: ``train/loss``, ``evaluate/return``."""
@@ -72,12 +75,12 @@ class TensorBoard:
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         folder = run.path / "tensorboard"
         folder.mkdir(exist_ok=True)
-        self.told: dict[str, int] = {}
+        self.last_steps: dict[str, int] = {}
         board, last = EventAccumulator(str(folder), {"scalars": 0}), run.steps
         for tag in board.Reload().Tags()["scalars"]:
             series, stored = tag.partition("/")[0], (scalar.step for scalar in board.Scalars(tag))
             steps = (step for step in stored if step <= last)  # later ones are hidden below
-            self.told[series] = max([self.told.get(series, 0), *steps])
+            self.last_steps[series] = max([self.last_steps.get(series, 0), *steps])
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         newest = max((file.name for file in folder.glob("*.tfevents.*")), default="")
         self._file = AppendedFile(folder / max(name, f"{newest}.1"))  # clocks may go back
@@ -99,6 +102,31 @@ class TensorBoard:
         self._file.close()
 
 
+class CSV:
+    """Rows of step, name and value in the run's ``scalars.csv``."""
+
+    HEAD = ("step", "name", "value")
+
+    def __init__(self, run: Run, project: str) -> None:
+        path, last = run.path / "scalars.csv", run.steps
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]  # without a line that a kill has cut
+        rows = [row for row in csv.DictReader(StringIO(whole)) if int(row["step"]) <= last]
+        write_file(path, self._lines([self.HEAD, *(row.values() for row in rows)]))
+        self.last_steps = {row["name"].partition("/")[0]: int(row["step"]) for row in rows}
+        self._file = AppendedFile(path)
+
+    def send(self, step: int, values: dict[str, float]) -> None:
+        self._file.write(self._lines((step, name, repr(value)) for name, value in values.items()))
+
+    def _lines(self, rows: Iterable[Iterable[Any]]) -> bytes:
+        csv.writer(text := StringIO(), lineterminator="\n").writerows(rows)
+        return text.getvalue().encode()
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class Trackio:
     """A run in trackio's database on this machine, written by a thread of trackio."""
 
@@ -115,7 +143,7 @@ class Trackio:
             )
         rows = SQLiteStorage.get_logs(project, name, run_id=self._run.id)
         rows.sort(key=lambda row: row["step"])
-        self.told = {key.partition("/")[0]: row["step"] for row in rows for key in row}
+        self.last_steps = {key.partition("/")[0]: row["step"] for row in rows for key in row}
 
     def send(self, step: int, values: dict[str, float]) -> None:
         self._run.log(values, step=step)
@@ -123,6 +151,41 @@ class Trackio:
     def close(self) -> None:
         with redirect_stdout(StringIO()):
             self._run.finish()
+
+
+class MLflow:
+    """A run of MLflow, on the server or in the database of MLFLOW_TRACKING_URI."""
+
+    def __init__(self, run: Run, project: str) -> None:
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        self._client, self._metric = MlflowClient(), Metric
+        experiment = self._client.get_experiment_by_name(project)
+        place = experiment.experiment_id if experiment else self._client.create_experiment(project)
+        key, name = "gear_offline.id", _run_id(run)
+        known = self._client.search_runs([place], f"tags.`{key}` = '{name}'")
+        created = {"tags": {key: name}, "run_name": run.name}
+        found = known[0] if known else self._client.create_run(place, **created)
+        self._id, self.last_steps = found.info.run_id, {}
+        options = flat(run.recipe.to_dict())
+        if not known:
+            params = [Param(name, str(value)[:500]) for name, value in options.items()]
+            self._client.log_batch(self._id, params=params[:100])
+            self._client.log_batch(self._id, params=params[100:])
+        for name in found.data.metrics:
+            series = name.partition("/")[0]
+            steps = [metric.step for metric in self._client.get_metric_history(self._id, name)]
+            self.last_steps[series] = max([self.last_steps.get(series, 0), *steps])
+
+    def send(self, step: int, values: dict[str, float]) -> None:
+        now = int(time.time() * 1000)
+        clean = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in values.items()}
+        metrics = [self._metric(name, value, now, step) for name, value in clean.items()]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
 
 
 class WandB:
@@ -144,7 +207,7 @@ class WandB:
         for series in FILES:  # W&B's own steps must rise, but evaluations may come late
             self._run.define_metric(f"{series}/*", step_metric=f"{series}/step")
         self._run.define_metric(f"{VALIDATION}*", step_metric="train/step")
-        self.told = {series: self._run.summary.get(f"{series}/step", 0) for series in FILES}
+        self.last_steps = {series: self._run.summary.get(f"{series}/step", 0) for series in FILES}
         if self._run.offline:  # it cannot go on there; so the newest one holds the whole run
             now = Path(self._run.dir).parent
             for folder in set(now.parent.glob("offline-run-*")) - {now}:
@@ -179,8 +242,9 @@ class Tracking(Callback):
     def _show(self, series: str, step: int, record: Mapping[str, Any]) -> None:
         """Send a line, but none of a step that a resumed run does again."""
         values, tracker = _values(series, record), self._tracker
-        sent = tracker.told.get(series, 0) if tracker and (series, step) not in self._failed else 0
-        if tracker is not None and values and step > sent:
+        if tracker is None or not values:
+            return
+        if (series, step) in self._failed or step > tracker.last_steps.get(series, 0):
             tracker.send(step, values)
 
     def close(self) -> None:
@@ -224,9 +288,10 @@ def sync(
     run
         Run directory; nobody may be training in it.
     tracker
-        ``"tensorboard"``, ``"trackio"`` or ``"wandb"``; default: those of the run's recipe.
+        ``"tensorboard"``, ``"csv"``, ``"trackio"``, ``"mlflow"`` or ``"wandb"``; default: those of
+        the run's recipe.
     project
-        Where trackio and W&B show it; default: the recipe's.
+        Where trackio, MLflow and W&B show it; default: the recipe's.
 
     Raises
     ------
