@@ -33,6 +33,7 @@ from tests.support import (
     Captured,
     Patch,
     hopper_columns,
+    last_words,
     make_dataset,
     one_error,
     write_hdf5,
@@ -424,7 +425,8 @@ def test_a_dataset_made_of_something_else_is_not_taken(tmp_path: Path, monkeypat
     prepare_one(smoke, quiet=True)
     for option in ("seed=7", "steps=300", "policy=ars", "action_noise=0.5", "train_steps=9"):
         key, value = option.split("=")
-        recipe = load_recipe("smoke", ["data.collect.steps=200", f"data.collect.{option}"])
+        words = last_words("data.collect.steps=200", f"data.collect.{option}")
+        recipe = load_recipe("smoke", words)
         with pytest.raises(InputError, match=rf"made of {key} \S+, the recipe says {key} {value}"):
             prepare_one(recipe)
     unversioned = ["data.path=p", "data.collect.environment=Pendulum", "data.collect.steps=200"]

@@ -51,7 +51,8 @@ def evaluate_run(
         report = play_tasks(trained, tasks, device, quiet=quiet)
     if warning := timestep_warning(report, trained.model):
         say(warning)
-    home, path = trained.run, run if isinstance(run, Path) else Path("policy")
+    home = trained.run
+    path = run if isinstance(run, Path) else Path("policy")
     try:
         if video is not None:
             videos = write_videos(video, report, quiet=quiet)
