@@ -126,8 +126,8 @@ def test_a_resumed_run_validates_as_one_that_was_not_interrupted(
 def test_ranks_validate_together_what_one_does_alone(
     data: Path, tmp_path: Path, parallel: str
 ) -> None:
-    changes = (SHARE, "train.validation_batches=2", "loader.batch_size=10")
-    changes += (f"train.parallel={parallel}", "model.layers=2", "model.dropout=0")
+    changes = [SHARE, "train.validation_batches=2", "loader.batch_size=10", "model.layers=2"]
+    changes += [f"train.parallel={parallel}", "model.dropout=0"]
     recipe = ranks_recipe(tmp_path / "recipe.yaml", data, *changes)
     one = train_run(load_recipe(recipe), tmp_path / "one", quiet=True)
     done = fork_ranks(2, "-m", "gear_offline", "train", recipe, "--out", tmp_path / "two")

@@ -43,7 +43,7 @@ def write(folder: Path, episodes: Sequence[Episode], **options: Any) -> Dataset:
 def is_held_out(episode: Episode, share: float) -> bool:
     """Say by hand which side an episode is on."""
     parts = [
-        blake2b(np.asarray(episode[name], "<f4").tobytes()).digest()
+        blake2b(np.asarray(episode[name], "<f4").tobytes(), digest_size=16).digest()
         for name in ("actions", "observations")
     ]
     parts.append(len(episode["actions"]).to_bytes(8, "little"))

@@ -10,11 +10,9 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import xxhash
 from rich.table import Table
 
 from gear_offline.config.arguments import check_arguments
@@ -22,6 +20,7 @@ from gear_offline.core.progress import Progress, Terminal
 from gear_offline.core.text import Document, count_text
 from gear_offline.core.types import Array, Float64Array, Int64Array
 from gear_offline.data.dataset.dataset import Columns, Dataset, open_dataset
+from gear_offline.data.dataset.split import digest_episodes
 from gear_offline.data.sources.plausible import odd_episodes
 from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.environments import probe
@@ -138,11 +137,9 @@ def audit(
         for first, rows in _pieces(data, [column.name for column in data.spec]):
             progress.advance(steps.read(first, rows))
         for peer in peers:
-            digests = _Digests(peer)
-            for first, rows in _pieces(peer, [name for name in COMPARED if name in peer.spec]):
-                progress.advance(digests.update(first, rows))
-            alike = {*digests.done}
-            shared_episodes = [e for e, digest in enumerate(steps.digests.done) if digest in alike]
+            alike = {*_digest_compared(peer)}
+            progress.advance(peer.spec.steps)
+            shared_episodes = [e for e, digest in enumerate(steps.digests) if digest in alike]
             shared += _make_findings(
                 "shared", shared_episodes, f"of {len(data):,} are|is in {peer.path} too"
             )
@@ -162,34 +159,9 @@ def _pieces(data: Dataset, names: Sequence[str]) -> Iterator[tuple[int, Columns]
         yield first, {name: data.read(name, first, stop) for name in names}
 
 
-class _Digests:
-    """Digests of episodes, xxh3-128 of the compared columns; equal episodes share one.
-
-    Floats are compared as float32: of D4RL's sets there are copies of either precision.
-    """
-
-    def __init__(self, data: Dataset) -> None:
-        self._offsets, self.done = data.episodes.offsets, list[bytes]()
-        self._hashes = [xxhash.xxh3_128() for name in COMPARED if name in data.spec]
-
-    def update(self, first: int, columns: Columns) -> int:
-        """Add rows from `first` on; return how many."""
-        arrays = [columns[name] for name in COMPARED if name in columns]
-        arrays = [
-            array.astype(np.float32) if array.dtype.kind == "f" else array for array in arrays
-        ]
-        stop = first + len(next(iter(columns.values())))
-        bounds = self._offsets[self._offsets.searchsorted(first, "right") :]
-        ends = bounds[: bounds.searchsorted(stop, "right")].tolist()
-        for begin, end in pairwise([first, *ends, *[stop] * (not ends or ends[-1] < stop)]):
-            for state, array in zip(self._hashes, arrays, strict=True):
-                rows = np.ascontiguousarray(array[begin - first : end - first])
-                state.update(rows.data.cast("B"))
-            if end == self._offsets[len(self.done) + 1]:
-                self.done.append(b"".join(state.digest() for state in self._hashes))
-                for state in self._hashes:
-                    state.reset()
-        return stop - first
+def _digest_compared(data: Dataset) -> list[bytes]:
+    """Return digests of episodes: equal ones share one, in floats of either precision too."""
+    return digest_episodes(data, [name for name in COMPARED if name in data.spec])
 
 
 class _Places:
@@ -211,7 +183,7 @@ class _Steps:
 
     def __init__(self, data: Dataset) -> None:
         self._data, self._before = data, dict[str, Any]()  # the last row that was read
-        self.digests = _Digests(data)
+        self.digests = _digest_compared(data)
         self._clipped: Any = 0  # (A,) steps on an action's extreme
         self._outliers = defaultdict[str, dict[int, tuple[int, int]]](dict)  # by element, the first
         self._jumps, self._unlike = _Places(), _Places()
@@ -230,7 +202,7 @@ class _Steps:
 
     def read(self, first: int, columns: Columns) -> int:
         """Look at the rows from `first` on; return how many."""
-        count, offsets = self.digests.update(first, columns), self._data.episodes.offsets
+        count, offsets = len(next(iter(columns.values()))), self._data.episodes.offsets
         places = np.arange(first, first + count)
         numbers = offsets.searchsorted(places, "right") - 1
         steps = places - offsets[numbers]
@@ -275,8 +247,8 @@ class _Steps:
             problem = f"of {name} reach|reaches more than {OUTLIER:g} standard deviations from "
             problem += "the mean"
             yield from _make_findings("outlier", first.values(), problem)
-        times = Counter(self.digests.done)
-        several = [e for e, digest in enumerate(self.digests.done) if times[digest] > 1]
+        times = Counter(self.digests)
+        several = [e for e, digest in enumerate(self.digests) if times[digest] > 1]
         yield from _make_findings("repeated", several, "are|is in the dataset more than once")
 
 

@@ -88,7 +88,7 @@ class Dataset:
     depth
         Of a view: 1, of a view of a view 2, and so on.
     member
-        Of a view: which episodes of a dataset, from a number on, belong to it when it grows.
+        Of a view: which episodes of a dataset, from a number on, it gets as it grows; None: none.
     """
 
     path: Path
@@ -502,9 +502,10 @@ def grow_dataset(dataset: Dataset, admissions: Sequence[Admission]) -> Dataset:
     before = replace(before, verified_shards=dataset.verified_shards, frozen=dataset.frozen)
     larger = with_shards(dataset.path, manifest, before)
     larger = _summed_up(replace(larger, admissions=dataset.admissions + len(admissions)))
-    if dataset.numbers is None or dataset.member is None:
+    if dataset.numbers is None:
         return larger
-    added = np.flatnonzero(dataset.member(larger, len(before))) + len(before)
+    mask = np.zeros(0, bool) if dataset.member is None else dataset.member(larger, len(before))
+    added = np.flatnonzero(mask) + len(before)
     return view_episodes(larger, np.append(dataset.numbers, added), dataset.member)
 
 

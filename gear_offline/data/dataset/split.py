@@ -35,37 +35,29 @@ class HeldOut:
     share: float
     by: str | None = None
 
-    def chooses(self, dataset: Dataset, first: int = 0) -> BoolArray:
-        """Return (n,) which of the episodes from `first` on are held out."""
-        return episode_numbers(dataset, self.by, first) < self.share
-
-    def leaves(self, dataset: Dataset, first: int = 0) -> BoolArray:
-        """Return (n,) which of the episodes from `first` on are not."""
-        return ~self.chooses(dataset, first)
-
-    def others(self, dataset: Dataset, numbers: Int64Array | None = None) -> Dataset:
-        """Return a view without what is held out, which grows with its data.
-
-        Its `numbers` are given if they are known already.
-        """
-        if numbers is None:
-            numbers = np.flatnonzero(~self.choose(dataset))
-        return view_episodes(dataset, numbers, self.leaves)
-
-    def choose(self, dataset: Dataset) -> BoolArray:
-        """Return (E,) which episodes are held out: some, but not all."""
-        numbers = episode_numbers(dataset, self.by)
-        held_out = numbers < self.share
-        if not held_out.any() or held_out.all():
-            noun = "episode" if self.by is None else f"episode by {self.by}"
-            which = "none" if not held_out.any() else "all"
-            problem = f"{self.share:.6g} holds out {which} of {count_text(len(dataset), noun)}"
-            low, high = float(numbers.min()), float(numbers.max())
+    def keep(self, dataset: Dataset) -> Int64Array:
+        """Return the numbers of the episodes that stay: some, but not all."""
+        places = episode_numbers(dataset, self.by)
+        numbers = np.flatnonzero(places >= self.share)
+        if not 0 < len(numbers) < len(places):
+            low, high = float(places.min()), float(places.max())
+            which = "all" if not len(numbers) else "none"
+            problem = f"{self.share:.6g} holds out {which} of {count_text(len(places), 'episode')}"
             remedy = f"use a share (data.held_out) above {low:.4f} and up to {high:.4f}"
             if low == high:
-                remedy = "it takes two episodes that differ" + (f" in {self.by}" if self.by else "")
+                remedy = f"it takes two episodes that differ{(self.by and f' in {self.by}') or ''}"
             raise InputError("SELECTION", problem, str(dataset.path), remedy)
-        return held_out
+        return numbers
+
+    def stays(self, dataset: Dataset, first: int) -> BoolArray:
+        """Return (n,) which of the episodes from `first` on stay."""
+        return episode_numbers(dataset, self.by, first) >= self.share
+
+    def others(self, dataset: Dataset, numbers: Int64Array | None = None) -> Dataset:
+        """Return a view of what stays, which grows with its data; `numbers`: if known already."""
+        return view_episodes(
+            dataset, self.keep(dataset) if numbers is None else numbers, self.stays
+        )
 
 
 @check_arguments()
@@ -98,18 +90,18 @@ def split(
     `tiny` is what the example of `gear_offline.convert` makes.
 
     >>> import gear_offline as go
-    >>> train, held_out = go.split("tiny", "25%")
+    >>> train, held_out = go.split("tiny", "50%")
     >>> len(train), len(held_out), train.returns.tolist()
-    (1, 1, [7.0])
+    (1, 1, [5.0])
     """
     try:
         rule = HeldOut(share_of(held_out), by)
     except ValueError as error:
         raise InputError("USAGE", str(error), "held_out", "write it like 10% or 0.1") from error
     opened = dataset if isinstance(dataset, Dataset) else open_dataset(dataset)
-    mask = rule.choose(opened)
-    held_out_view = view_episodes(opened, np.flatnonzero(mask), rule.chooses)
-    return rule.others(opened, np.flatnonzero(~mask)), held_out_view
+    numbers = rule.keep(opened)
+    others = np.setdiff1d(np.arange(len(opened)), numbers)
+    return rule.others(opened, numbers), view_episodes(opened, others)
 
 
 def held_out_part(dataset: Dataset, observations: Sequence[str]) -> Dataset:
@@ -117,41 +109,46 @@ def held_out_part(dataset: Dataset, observations: Sequence[str]) -> Dataset:
     assert dataset.whole is not None and dataset.numbers is not None, "some episodes are held out"
     numbers = np.setdiff1d(np.arange(len(dataset.whole)), dataset.numbers)
     moments = {name: dataset.statistics[name] for name in observations}
-    view = view_episodes(dataset.whole, numbers)
-    statistics = {**view.manifest.statistics, **moments}
-    manifest = view.manifest.replace_fields(statistics=statistics)
-    return replace(view, manifest=manifest, verified_shards=dataset.verified_shards, frozen=True)
+    part = view_episodes(dataset.whole, numbers)
+    statistics = {**part.manifest.statistics, **moments}
+    manifest = part.manifest.replace_fields(statistics=statistics)
+    return replace(part, manifest=manifest, verified_shards=dataset.verified_shards, frozen=True)
 
 
 def episode_numbers(dataset: Dataset, by: str | None = None, first: int = 0) -> Float64Array:
     """Return (n,) numbers in [0, 1) of the episodes from `first` on.
 
-    Each is an 8-byte BLAKE2b digest, little-endian, divided by ``2**64``: of the digests of its
-    columns and its length, or of its value of the column `by`.  A view's depth salts them: its
-    episodes' own numbers are all on one side of a share.
+    Each is an 8-byte BLAKE2b digest, little-endian, divided by ``2**64``: of what
+    `digest_episodes` gives for observations and actions, or of its value of the column `by`.  A
+    view's depth salts them: its episodes' own numbers are all on one side of a share.
     """
     if by is not None:
         content = list(_values(dataset, dataset.spec[by], first))
     else:
         names = [column.name for column in dataset.spec]
         observed = [name for name in names if name.startswith("observation")]
-        names = sorted([*observed, "actions"] if observed and "actions" in names else names)
-        columns = [_digests(dataset, dataset.spec[name], first) for name in names]
-        lengths = [length.to_bytes(8, "little") for length in dataset.episodes.lengths.tolist()]
-        content = [b"".join(fields) for fields in zip(*columns, lengths[first:], strict=True)]
+        names = [*observed, "actions"] if observed and "actions" in names else names
+        content = digest_episodes(dataset, names, first)
     salt = dataset.depth.to_bytes(2, "little")
     digests = b"".join(blake2b(each, digest_size=8, salt=salt).digest() for each in content)
     return np.frombuffer(digests, "<u8") / 2.0**64
 
 
+def digest_episodes(dataset: Dataset, names: Sequence[str], first: int = 0) -> list[bytes]:
+    """Return the 16-byte digests of columns, by name, and the length of each episode, joined."""
+    columns = [_digests(dataset, dataset.spec[name], first) for name in sorted(names)]
+    lengths = [length.to_bytes(8, "little") for length in dataset.episodes.lengths.tolist()]
+    return [b"".join(fields) for fields in zip(*columns, lengths[first:], strict=True)]
+
+
 def _digests(dataset: Dataset, column: ColumnSpec, first: int) -> Iterator[bytes]:
     """Yield the digest of each episode's rows of a column."""
-    digest = blake2b()
+    digest = blake2b(digest_size=16)
     for _, rows, is_last in _pieces(dataset, column, first):
         digest.update(rows.data)
         if is_last:
             yield digest.digest()
-            digest = blake2b()
+            digest = blake2b(digest_size=16)
 
 
 def _values(dataset: Dataset, column: ColumnSpec, first: int) -> Iterator[bytes]:
@@ -173,8 +170,8 @@ def _pieces(dataset: Dataset, column: ColumnSpec, first: int) -> Iterator[tuple[
     Of frames, and others as wide, they are the first row and the last one.  Floats are float32, so
     that data of either width are alike, and other numbers but bytes int64.
     """
-    code, offsets = column.dtype.kind, dataset.episodes.offsets.tolist()
-    dtype = "<f4" if code == "f" else "<i8" if code in "iub" and column.dtype != "u1" else None
+    kind, offsets = column.dtype.kind, dataset.episodes.offsets.tolist()
+    dtype = "<f4" if kind == "f" else "<i8" if kind in "iub" and column.dtype != "u1" else None
 
     def read(begin: int, end: int) -> Array:
         with np.errstate(over="ignore", invalid="ignore"):
