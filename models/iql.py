@@ -112,12 +112,13 @@ class IQL(SequenceModel):
         """Return minus the log-likelihood of the data's actions, or the squared error: (B, K)."""
         actions, predicted = batch.actions, self.predict(batch)
         if self.facts.discrete:
-            return F.cross_entropy(predicted.transpose(1, 2), actions, reduction="none")
+            losses: Tensor = F.cross_entropy(predicted.mT, actions, reduction="none")
+            return losses
         if not self.stochastic:
-            return ((predicted - actions) ** 2).sum(-1)
+            return torch.sum((predicted - actions) ** 2, -1)
         log_std = self._log_std
         normal = (actions - predicted) / log_std.exp()
-        return (0.5 * normal**2 + log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
+        return torch.sum(0.5 * normal**2 + log_std + 0.5 * math.log(2 * math.pi), -1)
 
     def _network(self, inputs: int, outputs: int) -> nn.Sequential:
         sizes = [inputs, *[self.settings.hidden_size] * self.settings.layers]

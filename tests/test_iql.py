@@ -83,7 +83,8 @@ def test_iql_is_what_plain_torch_computes(tmp_path: Path, kind: str) -> None:
             losses = losses + 0.5 * error * (~is_last | is_end)
         predicted = perceptron(weights, "policy", states)
         if kind == "discrete":
-            cloning = -torch.distributions.Categorical(logits=predicted).log_prob(actions)
+            law: Any = torch.distributions.Categorical(logits=predicted)
+            cloning = -law.log_prob(actions)
         elif kind == "gaussian":
             law = torch.distributions.Normal(torch.tanh(predicted), weights["log_std"].exp())
             cloning = -law.log_prob(actions).sum(-1)

@@ -165,9 +165,10 @@ class MLflow:
         place = experiment.experiment_id if experiment else self._client.create_experiment(project)
         key, name = "gear_offline.id", _run_id(run)
         known = self._client.search_runs([place], f"tags.`{key}` = '{name}'")
-        created = {"tags": {key: name}, "run_name": run.name}
-        found = known[0] if known else self._client.create_run(place, **created)
-        self._id, self.last_steps = found.info.run_id, {}
+        tags: dict[str, Any] = {key: name}
+        found = known[0] if known else self._client.create_run(place, tags=tags, run_name=run.name)
+        self._id: str = found.info.run_id
+        self.last_steps: dict[str, int] = {}
         options = flat(run.recipe.to_dict())
         if not known:
             params = [Param(name, str(value)[:500]) for name, value in options.items()]
