@@ -357,7 +357,7 @@ def chosen_checkpoint(run: Path, which: str | int | None = None) -> Checkpoint:
     return read_checkpoint(find_checkpoint(run, which), training=False)
 
 
-def check_trained(
+def open_trained(
     run: Path, which: str | int | None = None, kind: str | None = None
 ) -> Checkpoint | None:
     """Read what acting needs of a run's checkpoint; None of the Hub and of policy folders.

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gear_offline.artifacts.checkpoint import check_trained
+from gear_offline.artifacts.checkpoint import open_trained
 from gear_offline.config.arguments import check_arguments
 from gear_offline.core.files import check_new_file, check_replaceable
 from gear_offline.core.parts import admit, part_name
@@ -91,7 +91,7 @@ def export_policy(
         admit([kind] if kind else [])
         path = given_path(policy, "RUN_NOT_FOUND", where="run")
         if isinstance(policy, os.PathLike) or path.exists():  # else USER/NAME on the Hub
-            check_trained(path, kind=kind)
+            open_trained(path, kind=kind)
     from gear_offline.artifacts.onnx import write_policy  # loads torch
 
     return write_policy(policy, target, task, overwrite=overwrite, model=model)

@@ -12,7 +12,7 @@ import torch
 
 from gear_offline.artifacts.checkpoint import (
     Checkpoint,
-    check_trained,
+    open_trained,
     run_damaged,
     while_removed,
 )
@@ -179,7 +179,7 @@ def find_trained(
         path = fetch(name, "model", "RUN_NOT_FOUND", only=(POLICY, CONFIG, MODEL))
 
     def read() -> TrainedModel:
-        if (chosen := check_trained(path, checkpoint, kind)) is not None:
+        if (chosen := open_trained(path, checkpoint, kind)) is not None:
             return trained_model(chosen, kind)
         loaded, file = read_policy(path, kind)
         return _by_itself(loaded, file, file, str(path))

@@ -218,7 +218,7 @@ def push(
     model: Model = None,
 ) -> None:
     """Put a dataset or a policy on the Hugging Face Hub."""
-    from gear_offline.artifacts.checkpoint import check_trained
+    from gear_offline.artifacts.checkpoint import open_trained
     from gear_offline.core.hub import split_name
     from gear_offline.data.dataset.manifest import is_dataset
 
@@ -228,7 +228,7 @@ def push(
         pushed = go.open_dataset(what, verify=False)
     else:
         if model is None:
-            check_trained(what)  # before torch is loaded
+            open_trained(what)  # before torch is loaded
         pushed = go.load_policy(what, task, device="cpu", model=model)
     show(pushed.push_to_hub(name, private=private))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gear_offline.artifacts.checkpoint import check_trained, while_removed
+from gear_offline.artifacts.checkpoint import open_trained, while_removed
 from gear_offline.config.arguments import check_arguments
 from gear_offline.config.recipe import Recipe
 from gear_offline.evaluation.tasks import EvaluationTask, PlayOptions, choose_tasks, read_options
@@ -100,7 +100,7 @@ def _evaluate(options: PlayOptions) -> EvaluationReport:
     """Read the checkpoint of a run, choose its tasks, then load torch."""
     saved, tasks = None, None
     if isinstance(options.run, Path):
-        saved = check_trained(options.run, options.checkpoint, options.model)
+        saved = open_trained(options.run, options.checkpoint, options.model)
     if saved is not None:
         tasks = plan_tasks(saved.recipe, options)
     from gear_offline.runs.evaluation import evaluate_run
