@@ -297,7 +297,7 @@ class Prioritized(Sampler):
     """
 
     mixable = True
-    ahead = False
+    can_prefetch = False
 
     def __init__(
         self,
