@@ -2,6 +2,7 @@
 
 from gear_offline.analysis.audit import audit as audit
 from gear_offline.analysis.blame import blame as blame
+from gear_offline.analysis.choose import choose as choose
 from gear_offline.analysis.spikes import find_spikes as find_spikes
 from gear_offline.analysis.strategies import compare_strategies as compare_strategies
 from gear_offline.artifacts.export import export_policy as export_policy

@@ -55,6 +55,8 @@ SURFACE = {
     "evaluate": "run targets episodes environment environment-options checkpoint seed device out "
     "video model json quiet",
     "sweep": "recipe key=value seeds out parallel exact ray json quiet",
+    "choose": "run... data targets checkpoint gamma critics steps seed device out overwrite model "
+    "json quiet",
     "blame": "run first..last device model json quiet",
     "strategies": "recipe key=value strategies train seeds parallel exact ray out json quiet",
     "plan": "recipe key=value nodes gpus nic-gbps hardware host-memory disk-rate data columns json",

@@ -454,6 +454,37 @@ def runs_compare(
         print(comparison.plot)
 
 
+@command(
+    "Compare", "choose runs/a-s0 runs/b-s0", "choose runs/a-s0 --targets 3600,1800 --out a.svg"
+)
+def choose(
+    policies: list[Path] = Run(metavar="RUN...", help="Runs, checkpoints or policy folders."),
+    data: Path | None = Option(None, help="Dataset to judge by; default that of the first run."),
+    targets: Any = Numbers(None, help="Target returns, comma-separated; default the recipes'."),
+    checkpoint: str | None = Option(None, help="last, best or a step number; default last."),
+    gamma: float | None = Option(None, min=0, max=1, help="Discount; default by the episodes."),
+    critics: int = Option(5, min=2, help="Critics of each policy."),
+    steps: int = Count("3000", help="Training steps of the critics."),
+    seed: int = Option(0, min=0, help="Seed of critics and bootstrap."),
+    device: str = Device("auto", help="auto, cpu or cuda."),
+    out: Path | None = Option(None, help="File for a picture, .png or .svg; default none."),
+    overwrite: Overwrite = False,
+    model: Model = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Choose a policy from data alone, without its environment."""
+    given = options(locals())
+    from gear_offline.artifacts.checkpoint import check_trained
+
+    for path in policies:  # before torch is loaded
+        check_trained(path, checkpoint, model)
+    choice = go.choose(**given)
+    show(choice.to_json(), as_json, choice.print)
+    if choice.plot is not None and not as_json:
+        print(choice.plot)
+
+
 @command("Compare", "blame runs/a-s0", "blame runs/a-s0 4100..4160")
 def blame(
     run: Path = Run(help="Run directory."),

@@ -1,0 +1,139 @@
+"""Choosing a policy from data alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gear_offline as go
+from gear_offline.cli.main import main
+from gear_offline.data.convert.conversion import convert
+from tests.support import ArraySource, Captured, make_dataset, one_error
+
+pytestmark = pytest.mark.usefixtures("no_reports")
+LENGTH, EPISODES, GAMMA = 20, 60, 0.8
+
+
+def guessing(path: Path, slope: float, noise: float, seed: int = 0) -> Path:
+    """Each step shows a number; the reward is minus the squared distance of the action to it."""
+    generator = np.random.default_rng(seed)
+    states = generator.uniform(-1, 1, size=(EPISODES * LENGTH, 1)).astype(np.float32)
+    actions = slope * states + noise * generator.uniform(-1, 1, size=states.shape)
+    columns = {
+        "observations": states, "actions": actions.astype(np.float32),
+        "rewards": -((actions - states) ** 2)[:, 0].astype(np.float32),
+    }  # fmt: skip
+    source = ArraySource(columns, [LENGTH] * EPISODES, terminated=[False] * EPISODES)
+    convert(source, path / "guesses", quiet=True)
+    return path / "guesses"
+
+
+def cloned(path: Path, name: str, slope: float) -> Path:
+    (path / name).mkdir()
+    options = {
+        "data.path": str(guessing(path / name, slope, 0.05)), "model.kind": "mlp",
+        "model.hidden_size": 32, "model.dropout": 0.0, "train.steps": 150, "loader.batch_size": 64,
+        "optimizer.learning_rate": 0.01, "evaluate.episodes": 0, "train.device": "cpu",
+        "loader.context_length": 1,
+    }  # fmt: skip
+    return go.train("smoke", options, out=path / "runs" / name, quiet=True).path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    path = tmp_path_factory.mktemp("choose")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gear_offline.runs.report.write_report", lambda *_, **__: None)
+        slopes = {"good": 1.0, "poor": 0.0}
+        return {name: cloned(path, name, slope) for name, slope in slopes.items()}
+
+
+def test_values_are_those_that_a_formula_gives(tmp_path: Path, runs: dict[str, Path]) -> None:
+    data = guessing(tmp_path, 0.3, 0.9, seed=1)
+    choice = go.choose(
+        list(runs.values()), data=data, gamma=GAMMA, steps=400, critics=4, device="cpu",
+        out=tmp_path / "choice.svg",
+    )  # fmt: skip
+    assert choice.best == ("good",) and "good is better than poor" in choice.answer
+    steps = (1 - GAMMA**LENGTH) / (1 - GAMMA)
+    for row in choice.policies:
+        slope = {"good": 1.0, "poor": 0.0}[row.label]
+        true = -((1 - slope) ** 2) / 3 * steps  # the mean of x ** 2 is 1 / 3
+        assert row.estimate == pytest.approx(true, abs=0.3)
+        assert row.low <= row.estimate <= row.high and row.outside < 0.15
+    dataset = go.open_dataset(data)
+    rewards = dataset.column("rewards").reshape(EPISODES, LENGTH).astype(np.float64)
+    returns = rewards @ GAMMA ** np.arange(LENGTH)
+    assert choice.data_mean == pytest.approx(returns.mean(), rel=1e-5)
+    assert choice.data_best == pytest.approx(returns.max(), rel=1e-5)
+    assert choice.plot is not None and choice.plot.stat().st_size > 1000
+    assert choice.answer in str(choice)
+
+
+def test_what_the_data_never_did_is_not_judged(tmp_path: Path, runs: dict[str, Path]) -> None:
+    data = guessing(tmp_path, -1.0, 0.02)
+    choice = go.choose(
+        list(runs.values()), data=data, gamma=GAMMA, steps=150, critics=3, device="cpu"
+    )
+    assert choice.best == () and "cannot be told from these data, because" in choice.answer
+    assert max(row.outside for row in choice.policies) > 0.5
+
+
+def test_equal_policies_are_not_told_apart(tmp_path: Path, runs: dict[str, Path]) -> None:
+    data = guessing(tmp_path, 0.3, 0.9, seed=1)
+    copy = tmp_path / "copy"
+    go.load_policy(runs["good"], device="cpu").save(copy)
+    choice = go.choose(
+        [runs["good"], copy], data=data, gamma=GAMMA, steps=150, critics=3, device="cpu"
+    )
+    assert choice.answer == "good or copy" or choice.answer == "copy or good"
+    assert choice.policies[0].estimate == choice.policies[1].estimate
+
+
+def test_targets_of_one_run_are_played_as_the_loader_shows_them(tmp_path: Path) -> None:
+    """What a policy does in the data's own histories is what its model says of the windows."""
+    rng = np.random.default_rng(0)
+    columns: dict[str, Any] = {
+        "observations": rng.normal(size=(40, 3)).astype(np.float32),
+        "actions": rng.uniform(-1, 1, size=(40, 2)).astype(np.float32),
+        "rewards": rng.normal(size=40).astype(np.float32),
+    }
+    data = make_dataset(tmp_path, [12, 9, 19], columns=columns, environment_id=None)
+    options = {
+        "data.path": str(data.path), "train.steps": 3, "evaluate.episodes": 0,
+        "train.device": "cpu", "loader.context_length": 4,
+    }  # fmt: skip
+    run = go.train("smoke", options, out=tmp_path / "run", quiet=True)
+    choice = go.choose([run], targets=[5.0, 1.0], steps=20, critics=2, device="cpu")
+    assert {row.target for row in choice.policies} == {5.0, 1.0}
+    totals = [columns["rewards"][a:b].sum() for a, b in ((0, 12), (12, 21), (21, 40))]
+    best = int(np.argmax(totals))
+    first, last = [(0, 12), (12, 21), (21, 40)][best]
+    policy = run.policy(device="cpu")
+    for row in choice.policies:
+        policy.reset(row.target)
+        acted = list[Any]()
+        for step in range(first, last):
+            acted.append(policy.act(columns["observations"][step : step + 1])[0])
+            rewards, actions = columns["rewards"][step : step + 1], columns["actions"][step]
+            policy.observe_reward(rewards, actions=actions[None])
+        apart = (np.stack(acted) - columns["actions"][first:last]) / columns["actions"].std(0)
+        assert row.action_error == pytest.approx(np.sqrt((apart**2).mean()), rel=1e-4)
+
+
+def test_the_command_and_what_it_refuses(
+    tmp_path: Path, runs: dict[str, Path], capsys: Captured
+) -> None:
+    words = ["choose", str(runs["good"]), str(runs["poor"]), "--steps", "20", "--device", "cpu"]
+    assert main([*words, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {row["label"] for row in document["policies"]} == {"good", "poor"}
+    assert main(["choose", str(tmp_path / "none"), str(runs["good"])]) == 2
+    assert "RUN_NOT_FOUND" in capsys.readouterr().err
+    with one_error("USAGE", "nothing to choose from"):
+        go.choose([runs["good"]], device="cpu")
+    other = make_dataset(tmp_path, [5, 5]).path
+    with one_error("MODEL", "the policy's actions have 1 elements, the data's 3"):
+        go.choose(list(runs.values()), data=other, device="cpu")
