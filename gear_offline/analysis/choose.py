@@ -563,7 +563,7 @@ def _draw(choice: Choice, path: Path) -> None:
     lines = (("mean of the data", choice.data_mean, ":"), ("best", choice.data_best, "--"))
     for name, value, style in lines:
         axes.axvline(value, color=plots.ORANGE, linestyle=style, label=plots.label(name))
-    axes.set_yticks(range(len(rows)), [plots.shown(row.label) for row in rows])
+    axes.set_yticks(range(len(rows)), [plots.fit_text(row.label) for row in rows])
     plots.dress(axes, x=f"estimated return, discounted by {choice.gamma:g} a step")
     plots.thousands(axes.xaxis)
     below = f"from the first states of {choice.episodes:,} episodes; grey: leaves the data"

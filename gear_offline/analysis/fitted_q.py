@@ -92,7 +92,7 @@ def fit_critics(
         error = _values(weights, pairs) - (target - mean) / scale
         loss = (error**2).mean(-1).sum()
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         with torch.no_grad():
             for copy, weight in zip(slow, weights, strict=True):

@@ -475,10 +475,10 @@ def choose(
 ) -> None:
     """Choose a policy from data alone, without its environment."""
     given = options(locals())
-    from gear_offline.artifacts.checkpoint import check_trained
+    from gear_offline.artifacts.checkpoint import open_trained
 
     for path in policies:  # before torch is loaded
-        check_trained(path, checkpoint, model)
+        open_trained(path, checkpoint, model)
     choice = go.choose(**given)
     show(choice.to_json(), as_json, choice.print)
     if choice.plot is not None and not as_json:

@@ -25,12 +25,11 @@ from typing import Any
 import torch
 
 from gear_offline.artifacts.checkpoint import Keep, list_checkpoints
-from gear_offline.artifacts.json_lines import AppendedFile
+from gear_offline.artifacts.json_lines import AppendedFile, read_lines
 from gear_offline.artifacts.records import (
     EvaluationReport,
     MetricsRecord,
     read_evaluations,
-    read_lines,
 )
 from gear_offline.artifacts.trained import find_trained
 from gear_offline.config.recipe import Recipe
