@@ -38,6 +38,7 @@ from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
 from gear_offline.data.dataset.dataset import Dataset, open_dataset
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError, given_path
+from gear_offline.models.kinds import MODELS
 from gear_offline.models.policy import Policy
 from gear_offline.runs.run import Run
 
@@ -362,7 +363,10 @@ def _targets(
     trained: TrainedModel, asked: Sequence[float] | None, path: Path
 ) -> Sequence[float | None]:
     """Return the returns to ask a policy for; (None,) of one that asks for none."""
-    if trained.recipe.model.asks_returns is False:
+    settings = trained.recipe.model  # of a policy folder that is not known
+    if trained.model.part[0] in MODELS.own:
+        settings = getattr(trained.model, "settings", settings)
+    if settings.asks_returns is False:
         return (None,)
     targets = trained.recipe.evaluate.targets if asked is None else asked
     if not targets:

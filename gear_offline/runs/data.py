@@ -57,8 +57,8 @@ def _open_on_ranks(recipe: Recipe, world: World, *, quiet: bool) -> Dataset:
     prepared = world.lead(lambda: prepare_one(recipe, quiet=quiet))
     numbers = None
     if recipe.data.held_out is not None:  # the first rank has read the rows for it
-        known = {} if prepared is None else {"numbers": torch.as_tensor(prepared.numbers)}
-        numbers = world.send_tensors(known)["numbers"].numpy()
+        tensors = {} if prepared is None else {"numbers": torch.as_tensor(prepared.numbers)}
+        numbers = world.send_tensors(tensors)["numbers"].numpy()
     dataset = prepared or open_one(recipe, numbers)
     if recipe.loader.placement != "disk" and recipe.loader.host_budget is None:
         return dataset

@@ -343,8 +343,8 @@ class RunEvaluations(Closing):
         best, newest = best_of(self.log.reports), self._recipe.train.keep_checkpoints
         step = None if best is None else best.step
         if self._recipe.ranks_by_loss:
-            here, saver = self._learner.step, self._saver
-            saved = [step for step in self._validations if step == here or saver.has(step)]
+            now, saver = self._learner.step, self._saver
+            saved = [step for step in self._validations if step == now or saver.has(step)]
             step = min(saved, key=lambda step: (self._validations[step], -step), default=None)
         return Keep(newest=newest, best=step, pinned=self.outstanding)
 

@@ -147,10 +147,10 @@ def _resolve_one(
 ) -> tuple[Recipe, ModelSizes]:
     recipe = with_fallback(recipe, dataset)
     check_condition(recipe, dataset)
-    sizes, whole = data_sizes(dataset, recipe.loader.observations), dataset.whole or dataset
+    sizes, undivided = data_sizes(dataset, recipe.loader.observations), dataset.whole or dataset
     environment = recipe.evaluate.environment or dataset.environment_id
     is_own = is_same(environment, dataset.environment_id)
-    longest, plays = int(whole.episodes.lengths.max()), recipe.evaluate.episodes > 0
+    longest, plays = int(undivided.episodes.lengths.max()), recipe.evaluate.episodes > 0
     if plays:
         resolve_device(recipe.evaluate.device, where="evaluate.device")
     options = recipe.evaluate.environment_options
@@ -177,9 +177,9 @@ def _resolve_one(
     if facts is not None and not quiet:
         say_what_differs(recipe, dataset, environment)
     say_returns_scale(recipe, dataset, quiet=quiet)
-    changes |= _model_options(recipe, whole, start, longest, discrete=sizes.discrete)
+    changes |= _model_options(recipe, undivided, start, longest, discrete=sizes.discrete)
     resolved = recipe.settle(changes)
-    check_fit(resolved, whole, sizes)  # what is held out passes through the model, too
+    check_fit(resolved, undivided, sizes)  # what is held out passes through the model, too
     return resolved, sizes
 
 
