@@ -250,6 +250,14 @@ def test_a_tracker_and_the_report_have_the_validation_losses(data: Path, tmp_pat
     assert f"after {lowest} steps, the lowest" in text
 
 
+def test_blame_names_episodes_as_the_dataset_counts_them(run: Path) -> None:
+    for row in go.blame(run, 10, 14).episodes:
+        rewards = EPISODES[row.episode]["rewards"]
+        assert row.episode_return == pytest.approx(rewards.sum(dtype=np.float64), abs=1e-5)
+        assert row.length == len(rewards) and row.source.startswith(f"episode {row.episode} of")
+        assert not is_held_out(EPISODES[row.episode], 0.3)
+
+
 def test_best_is_chosen_by_what_the_recipe_says(tmp_path: Path) -> None:
     path = tiny_data(tmp_path, [4, 1, 6, 3, 5, 6, 2, 4])
     options = ("data.held_out=40%", "train.evaluate_every=5", "train.keep_checkpoints=1")

@@ -139,6 +139,8 @@ def test_a_share_that_leaves_a_side_empty_is_refused_with_one_that_does_not(tmp_
     assert len(go.split(data, high - 1e-4)[0]) == 1
     with one_error("SELECTION", "holds out all of 5 episodes"):
         go.split(data, 0.999999)
+    with one_error("SELECTION", "holds out none of 1 episode.*two episodes that differ"):
+        go.split(write(tmp_path / "one", make_episodes(1)), 1e-6)
     for share in (0, 1, "110%", "many", None, True):
         with one_error("USAGE"):
             go.split(data, share)  # type: ignore[arg-type]

@@ -42,7 +42,10 @@ class Callback:
         """Called once, before the first step of this process."""
 
     def on_log(self, run: Run, step: int, values: Mapping[str, float]) -> bool | None:
-        """Called every ``train.log_every`` steps with the line of ``metrics.jsonl``."""
+        """Called with each line of ``metrics.jsonl``, every ``train.log_every`` steps.
+
+        Where episodes are held out also at checkpoints, whose lines have ``validation/loss``.
+        """
 
     def on_evaluation(self, run: Run, step: int, record: Mapping[str, Any]) -> bool | None:
         """Called with the line of ``evaluations.jsonl``: ``return``, ``targets`` and more.
