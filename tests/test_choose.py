@@ -68,7 +68,7 @@ def test_values_are_those_that_a_formula_gives(tmp_path: Path, runs: dict[str, P
     returns = rewards @ GAMMA ** np.arange(LENGTH)
     assert choice.data_mean == pytest.approx(returns.mean(), rel=1e-5)
     assert choice.data_best == pytest.approx(returns.max(), rel=1e-5)
-    assert choice.plot is not None and choice.plot.stat().st_size > 1000
+    assert choice.plot is not None and choice.plot.is_file()
     assert choice.answer in str(choice)
 
 
