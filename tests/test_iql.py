@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 import gear_offline as go
 from gear_offline.runs.loop import TrainingInterrupted
-from tests.support import hopper_columns, make_dataset, one_error
+from tests.support import ROOT, hopper_columns, make_dataset, one_error
+from tests.test_docs import blocks
 from tests.test_resume import interrupted_in
 from tests.training_support import learnt
 
@@ -125,3 +126,46 @@ def test_iql_says_what_it_lacks(tmp_path: Path) -> None:
     data(tmp_path)
     with one_error("MODEL", "loader.extra_columns=next_states,terminated,has_next"):
         train(tmp_path, "run", 2, **{"loader.extra_columns": []})
+
+
+def test_a_critic_of_the_docs_learns_what_the_data_pay(tmp_path: Path) -> None:
+    """The value is what plain torch computes of the same batches; a cut teaches nothing."""
+    data(tmp_path)
+    page = blocks((ROOT / "docs" / "how-to" / "own-model.md").read_text(), "python")
+    code = next(block for block in page if "class Critic" in block)
+    head = "import torch\nfrom torch import nn\nimport gear_offline as go\n\n\n"
+    (tmp_path / "critic.py").write_text(head + code)
+    kept = {name: value for name, value in OPTIONS.items() if not name.startswith("model.")}
+    kept |= {"data.path": str(tmp_path / "dataset"), "optimizer.weight_decay": 0.0}
+    kept |= {"model.kind": f"{tmp_path}/critic.py:Critic", "optimizer.clip_norm": None}
+
+    def run(out: str, steps: int, **more: Any) -> go.Run:
+        return go.train("iql", kept | {"train.steps": steps} | more, out=tmp_path / out, quiet=True)
+
+    first = run("first", 2)
+    second = run("second", 4, **{"train.init": str(first.path)})
+    state = {n: t.clone() for n, t in first.policy(device="cpu").model.state_dict().items()}
+    value = {n: state[f"value.{n}"].requires_grad_() for n in ("weight", "bias")}
+    optimizer = torch.optim.AdamW(value.values(), 0.01, weight_decay=0.0)
+    loader = go.GearLoader.from_recipe(second.recipe, {"train.init": None}, device="cpu")
+    for batch, _ in zip(loader, range(4), strict=False):
+        after = F.linear(batch.extras["next_states"], state["slow.weight"], state["slow.bias"])
+        over, known = batch.extras["terminated"], batch.extras["has_next"]
+        target = batch.rewards[..., 0] + 0.99 * after[..., 0] * ~over
+        error = (F.linear(batch.states, value["weight"], value["bias"])[..., 0] - target) ** 2
+        optimizer.zero_grad()
+        (error * (known | over))[batch.attention_mask.bool()].sum().div(
+            batch.attention_mask.sum()
+        ).backward()
+        optimizer.step()
+        for name, fast in value.items():
+            state[f"slow.{name}"].lerp_(fast.detach(), 0.005)
+    found = second.policy(device="cpu").model.state_dict()
+    for name in ("weight", "bias"):
+        torch.testing.assert_close(
+            found[f"value.{name}"], value[name].detach(), rtol=1e-4, atol=1e-5
+        )
+        torch.testing.assert_close(
+            found[f"slow.{name}"], state[f"slow.{name}"], rtol=1e-4, atol=1e-5
+        )
+    assert second.metrics["value_norm"].iloc[-1] > 0
