@@ -213,7 +213,7 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
     *(("LOADER_OPTION", "exchange", ["fast"]), ("LOADER_OPTION", "world", [2])),
     ("LOADER_OPTION", "gamma", ["1", 1.5, float("nan")]),
     ("LOADER_OPTION", "returns_scale", [None, 0.0, float("inf")]),
-    ("LOADER_OPTION", "extra_columns", ["infos/qpos", None]),
+    ("LOADER_OPTION", "extra_columns", [[3], None]),
     ("SELECTION", "selection", [None, "uniform", lambda step: step]),
     *(("SELECTION", "seed", [-1]), ("SELECTION", "start_step", [-1])),
     ("COLUMN", "extra_columns", [["rewards"], ["nothing"]]),

@@ -243,7 +243,7 @@ class Stop(go.Callback):
         return step >= 6
 
 class Lines:
-    told = {}
+    last_steps = {}
     def __init__(self, run, project):
         self.file = open(run.path / "lines.txt", "a")
     def send(self, step, values):

@@ -125,7 +125,7 @@ def read_options(
     **plain: Any,
 ) -> PlayOptions:
     """Check what a caller types of `PlayOptions`, and admit the model that he names."""
-    if isinstance(run, str | os.PathLike):
+    if not hasattr(run, "act"):  # no policy
         run = given_path(run, "RUN_NOT_FOUND", where="run")
     how, model, name = environment_options, part_name(model), part_name(environment)
     if name is not None and not (isinstance(name, str) and name):
