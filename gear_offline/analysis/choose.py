@@ -559,8 +559,9 @@ def _answer(rows: Sequence[JudgedPolicy], bias: float, spread: float) -> tuple[s
     close = [row for row in others if row.p is not None and row.p >= level]
     if not close:
         p = max(row.p for row in others if row.p is not None) * len(others)
+        chance = f"p = {p:.1g}" if p >= 0.001 else "p < 0.001"
         rest = "the others" if len(rows) > 2 else others[0].label
-        return f"{first.label} is better than {rest} (p = {max(p, 0.001):.1g}){left}", [first.label]
+        return f"{first.label} is better than {rest} ({chance}){left}", [first.label]
     names = [first.label, *(row.label for row in close)]
     if len(close) == len(others) and len(names) > 2:
         return f"{unknown} the intervals of all overlap{left}", []
