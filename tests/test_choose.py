@@ -137,3 +137,20 @@ def test_the_command_and_what_it_refuses(
     other = make_dataset(tmp_path, [5, 5]).path
     with one_error("MODEL", "the policy's actions have 1 elements, the data's 3"):
         go.choose(list(runs.values()), data=other, device="cpu")
+
+
+def test_the_error_is_of_held_out_episodes(tmp_path: Path, runs: dict[str, Path]) -> None:
+    data = guessing(tmp_path, 0.3, 0.9, seed=2)
+    options = {"data.path": str(data), "data.held_out": "20%", "train.steps": 2}
+    options |= {"evaluate.episodes": 0, "train.device": "cpu"}
+    run = go.train("smoke", options, out=tmp_path / "run", quiet=True)
+    choice = go.choose([run, runs["good"]], targets=[0.0], steps=20, critics=2, device="cpu")
+    held_out, whole = go.split(data, "20%")[1], go.open_dataset(data)
+    assert len(held_out) < 20, "the best tenth is one episode"
+    best = held_out[int(held_out.returns.argmax())]
+    policy = go.load_policy(runs["good"], device="cpu")
+    policy.reset(np.arange(LENGTH), 0.0)
+    apart = policy.act(best["observations"]) - best["actions"]
+    (row,) = (row for row in choice.policies if row.label == "good")
+    error = np.sqrt((apart**2).mean()) / whole.column("actions").std()
+    assert row.action_error == pytest.approx(error, rel=1e-3)

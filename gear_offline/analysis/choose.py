@@ -240,7 +240,7 @@ def choose(
     rule = trained[0].recipe.data
     counted = np.ones(len(sample), np.bool_)
     if rule.held_out is not None:
-        held_out = HeldOut(rule.held_out, rule.held_out_by).chooses(dataset)[sample]
+        held_out = ~HeldOut(rule.held_out, rule.held_out_by).stays(dataset, 0)[sample]
         counted = held_out if held_out.any() else counted
     errors = _action_errors(transitions, actions[1:], record, counted, discrete=discrete)
     labels = _labels(candidates)
