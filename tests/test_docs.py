@@ -290,4 +290,5 @@ def test_the_page_has_the_codes_that_the_source_has() -> None:
     page = (ROOT / "docs" / "reference" / "errors.md").read_text()
     listed = set(re.findall(r"(?m)^\| `([A-Z_]+)` \|", page))
     raised, texts = codes_in_source()
-    assert raised - listed == set() and listed - texts == set()
+    assert raised - listed == set(), "add their rows to docs/reference/errors.md"
+    assert listed - texts == set(), "remove their rows from docs/reference/errors.md"

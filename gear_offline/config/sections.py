@@ -431,7 +431,7 @@ class ModelSettings(Section):
     """The model and its own options; a base for the options of other models."""
 
     kind: Part = "decision_transformer"
-    """decision_transformer, decoupled, mlp, iql, FILE.py:Name; Hugging Face: transformers.NAME."""
+    """The model: a kind that has its own options here, or FILE.py:Name."""
     max_timestep: Positive | None = None
     """Longest episode the model can place; null: the longest of the data and the environment."""
 
@@ -482,11 +482,11 @@ class DecoupledSettings(TransformerSettings):
     """The Decision Transformer's, for two tokens a step."""
 
     kind: Part = "decoupled"
-    """As of the Decision Transformer."""
+    """The Decision Transformer of two tokens a step, the return behind the blocks."""
     max_timestep: Positive | None = None
-    """As of the Decision Transformer."""
+    """Longest episode the model can place; null: the longest of the data and the environment."""
     action_tanh: bool | Literal["auto"] = "auto"
-    """As of the Decision Transformer."""
+    """Squash predicted actions into [-1, 1]; auto: where the data lie in it."""
 
     takes_tasks: ClassVar[Any] = False
     shape = property(lambda self: (self.layers, self.hidden_size, 2))
@@ -496,7 +496,7 @@ class ReleasedSettings(TransformerSettings):
     """The Decision Transformer's, for the class of Hugging Face as it is."""
 
     kind: Part = RELEASED
-    """As of the Decision Transformer."""
+    """Hugging Face's class as it is."""
 
     takes_tasks: ClassVar[Any] = False
 
@@ -505,7 +505,7 @@ class MLPSettings(ModelSettings):
     """Size and condition of a multilayer perceptron."""
 
     kind: Part = "mlp"
-    """As of the Decision Transformer."""
+    """Cloning by a multilayer perceptron."""
     condition: Literal["nothing", "returns", "goals"] = "nothing"
     """Cloning of what the data do (BC), or also of returns-to-go (RvS) or goals (GCBC)."""
     history: Positive = 1
@@ -531,7 +531,7 @@ class IQLSettings(ModelSettings):
     """Sizes and constants of implicit Q-learning; the paper's for locomotion."""
 
     kind: Part = "iql"
-    """As of the Decision Transformer."""
+    """Implicit Q-learning."""
     expectile: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.7
     """Expectile of the critics that the value is; 0.5 is their mean."""
     temperature: NotNegative = 3.0
