@@ -1,4 +1,4 @@
-"""The options of a loader, checked once; the ranks, the sampler; those of a recipe, its data."""
+"""Check a loader's options, choose its ranks and sampler, or take them from a recipe."""
 
 from __future__ import annotations
 

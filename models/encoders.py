@@ -105,7 +105,7 @@ def column_facts(config: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 class ColumnEncoder(nn.Module):
-    """The columns of an observation to one vector, one behind the other.
+    """Concatenate the encoded columns.
 
     Frames come from an encoder each.  A linear map of what stands side by side is the sum of a
     linear map of each.  So a vector needs no encoder, and the state token is the columns' sum.

@@ -256,7 +256,7 @@ def _made_of(data: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _at(options: Any, *keys: str) -> dict[str, Any]:
-    """Return the options of a section; none of one that is not there."""
+    """Return a section's options, {} if it is missing."""
     for key in keys:
         options = options.get(key) if isinstance(options, dict) else None
     return options if isinstance(options, dict) else {}

@@ -50,7 +50,7 @@ _WORDS = {
 
 
 def nearest(name: str, names: Sequence[str], *, cutoff: float = 0.7) -> str | None:
-    """Return the entry of `known` that `name` was probably meant to be."""
+    """Return the one of `names` that `name` was probably meant to be."""
     close = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
     return close[0] if close else None
 

@@ -331,7 +331,7 @@ class RayPool(Pool):
         self._options = {"num_cpus": min(cpus, self.node_cpus), "num_gpus": gpus}
 
     def check(self, folder: Path) -> None:
-        """Refuse nodes that do not see the folder `place` as it is here; ``SYSTEM``."""
+        """Refuse nodes that do not see the `folder` as it is here; ``SYSTEM``."""
         with ExitStack() as stack:
             token = folder.absolute()
             with suppress(OSError):  # a folder that is only read has to be there, no more

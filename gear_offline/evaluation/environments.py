@@ -628,7 +628,7 @@ class Pack:
             gymnasium.registry.setdefault(spec.id, spec)
 
     def make(self) -> Environment:
-        """Make one, where it is not known too."""
+        """Make the environment, even in a process that has not registered it."""
         self.learn()
         return make_environment(self.environment_id, json.loads(self.options))
 

@@ -62,7 +62,7 @@ class Callback:
 
 
 def check_callbacks(callbacks: Sequence[Callback]) -> tuple[Callback, ...]:
-    """Return callbacks, each of which is one."""
+    """Return the callbacks; refuse other objects."""
     listed = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
     if wrong := [callback for callback in listed if not isinstance(callback, Callback)]:
         remedy = "give a list of objects whose class derives from gear_offline.Callback"

@@ -174,7 +174,7 @@ class Due(NamedTuple):
 
 
 class LiveRun(Closing):
-    """A run as a rank goes through it: what the loop does, in the order in which it does it.
+    """One rank's part of a run; methods in the order of calls.
 
     The first rank has `evaluations` and a `writer`; they are None on the others.
     `is_stopped` once a callback has ended the run, on all ranks alike.

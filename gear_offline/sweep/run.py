@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -43,9 +43,6 @@ from gear_offline.sweep.results import is_complete, is_played, steps_done
 from gear_offline.sweep.stacks import MOST_IN_A_STACK, train_stacks
 from gear_offline.sweep.trials import SweepDirectory, SweepFile, Trial
 from gear_offline.sweep.work import Work
-
-if TYPE_CHECKING:
-    pass
 
 # of the driver: with its default of 8, batches of a larger stack wait for each other
 QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")

@@ -1,8 +1,8 @@
 """The trial of somebody else's model before it is trained: real steps, and some questions.
 
-No type says what a model must keep.  So it is tried on two windows of the first batch.  The model
-itself is never called: two others are, made anew with its weights.  A fault is ``MODEL``; what a
-run can live with is a remark.
+No type says what a model must keep.  So it is tried on two windows of the first batch.
+Two fresh copies are called, never the model.  A fault is ``MODEL``; what a run can live with is a
+remark.
 """
 
 from __future__ import annotations
