@@ -127,7 +127,7 @@ class SamplerFacts(TypedDict, total=False):
     cuts_windows: bool
     episode_weight: Float64Array | None
     episode_order: Int64Array | None
-    can_prefetch: bool
+    counts_draws: bool
     learner: Prioritized | None
 
 
@@ -148,7 +148,7 @@ class Sampler(ABC):
     # (E,) the order in which episodes are drawn that are removed once they were; None: by chance
     episode_order: Int64Array | None = None
     mixable = False  # slots and steps are alike, `density` is known
-    can_prefetch = True  # steps may be drawn before they come
+    counts_draws = False  # what it draws depends on how often it was asked
     learner: Prioritized | None = None  # the part of it that learns from losses
 
     def __init__(self, index: EpisodeIndex) -> None:
@@ -172,8 +172,12 @@ class Sampler(ABC):
     def with_facts(self, **facts: Unpack[SamplerFacts]) -> Self:
         """Return a copy of which other facts are known."""
         copied = copy(self)
-        vars(copied).update(facts)
+        copied._set_facts(facts)
         return copied
+
+    def _set_facts(self, facts: SamplerFacts) -> None:
+        assert facts.keys() <= SamplerFacts.__annotations__.keys(), f"no such fact: {list(facts)}"
+        vars(self).update(facts)
 
     @property
     def identity(self) -> SamplerFacts:
@@ -190,6 +194,11 @@ class Sampler(ABC):
     def loss_sampler(self) -> Prioritized | None:
         """What learns from losses: this one, or a part of it."""
         return self.learner
+
+    @property
+    def can_prefetch(self) -> bool:
+        """True if steps may be drawn before they come."""
+        return self.loss_sampler is None and not self.counts_draws
 
     @property
     def gpu(self) -> GpuDraw | None:
@@ -277,7 +286,7 @@ class HostFunction(Sampler):
     ) -> None:
         super().__init__(index)
         self._sample, self._density, self.mixable = sample, density, density is not None
-        vars(self).update(facts)
+        self._set_facts(facts)
 
     def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
         with calling_part(STRATEGIES, "drawing", self.name):
@@ -297,7 +306,6 @@ class Prioritized(Sampler):
     """
 
     mixable = True
-    can_prefetch = False
 
     def __init__(
         self,
@@ -492,7 +500,7 @@ def widen_sampler(sampler: Sampler, members: Int64Array, index: EpisodeIndex) ->
             density=wide_sampler.density if sampler.mixable else None,
             episode_weight=None if weight is None else widen(weight),
             episode_order=order,
-            can_prefetch=sampler.can_prefetch,
+            counts_draws=not sampler.can_prefetch,
         )
     return larger.with_facts(**sampler.identity)
 

@@ -214,7 +214,7 @@ class Items:
         self._counted = draws = CountedDraws(
             sampler, self.kept, self.times, most=most, step=step, stream=stream
         )
-        plain = HostFunction(sampler.index, draws.sample, can_prefetch=False)
+        plain = HostFunction(sampler.index, draws.sample, counts_draws=True)
         return plain.with_facts(**sampler.identity)
 
     def advance(self, step: int, *, coming: int = 0) -> None:

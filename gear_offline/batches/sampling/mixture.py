@@ -139,7 +139,7 @@ def mix(samplers: Sequence[Sampler], schedule: PartWeights) -> Sampler:
     else:
         sample = _Mixed(tuple(samplers), schedule).sample
         learner = learning[0] if learning else None
-        mixed = HostFunction(index, sample, can_prefetch=not learning, learner=learner)
+        mixed = HostFunction(index, sample, learner=learner)
     return mixed.with_facts(
         padding=next(iter(sides.values()), None),
         context_length=next((p.context_length for p in samplers if p.context_length), None),
