@@ -125,15 +125,16 @@ def read_options(
     **plain: Any,
 ) -> PlayOptions:
     """Check what a caller types of `PlayOptions`, and admit the model that he names."""
+    place: Any = run
     if not hasattr(run, "act"):  # no policy
-        run = given_path(run, "RUN_NOT_FOUND", where="run")
+        place = given_path(place, "RUN_NOT_FOUND", where="run")
     how, model, name = environment_options, part_name(model), part_name(environment)
     if name is not None and not (isinstance(name, str) and name):
         remedy = "give an id like Hopper-v5, or a class"
         raise InputError("ENVIRONMENT", f"{name!r} is no environment", "--environment", remedy)
     admit([model] if model else [])
     options = PlayOptions(
-        run=run,
+        run=place,
         environment=name,
         environment_options=None if how is None else typed_options(how),
         model=model,
