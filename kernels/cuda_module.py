@@ -27,6 +27,13 @@ capture_lock = threading.RLock()
 LEAST_CAPABILITY = 70  # __grid_constant__ and the memory model that the kernels rely on
 
 
+def numbered_device(device: torch.device) -> torch.device:
+    """Return a device; of ``"cuda"`` torch's current GPU with its number."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 class Kernel:
     """A kernel that takes one structure by value.
 

@@ -91,9 +91,9 @@ def test_records_are_aligned_and_cost_what_is_stated(
     (group,) = table.groups
     assert group.rows.strides == (row_bytes, 4)
     assert group.rows.ctypes.data % 64 == 0
-    assert table.owned_bytes == row_bytes * (13 + 2 * 5 + 6)
+    assert group.rows.nbytes == row_bytes * (13 + 2 * 5 + 6)
     pages = table_bytes(source, TableOptions(context_length=5), landing_rows=6)
-    assert table.owned_bytes <= pages < table.owned_bytes + 4096
+    assert group.rows.nbytes <= pages < group.rows.nbytes + 4096
     rows = {f.name: group.rows[5:18, f.offset : f.offset + f.width] for f in group.fields}
     assert same_bits(rows["states"], arrays["observations"].reshape(13, -1))
     assert same_bits(rows["actions"], arrays["actions"].reshape(13, -1))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gear_offline.batches.tables.fields import STATES, is_image
+from gear_offline.batches.tables.fields import STATES, is_discrete, is_image
 from gear_offline.batches.tables.joint import TableData, data_name, parts_of
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.text import count_text
@@ -40,7 +40,7 @@ def data_sizes(
 ) -> ModelSizes:
     """Return the sizes that columns show; of discrete actions, by default, those that occur."""
     columns, actions = [source.spec[name] for name in observations], source.spec["actions"]
-    discrete, width = actions.dtype.kind in "iub", prod(actions.shape)
+    discrete, width = is_discrete(actions), prod(actions.shape)
     if discrete and choices is None:
         datasets = [part.dataset.whole or part.dataset for part in parts_of(source)]
         statistics = [dataset.statistics["actions"] for dataset in datasets]

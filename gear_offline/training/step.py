@@ -75,7 +75,6 @@ class EagerStep(Step):
             learner.world,
             parallel=learner.parallel,
             compiled=is_compiled(train) and learner.device.type == "cuda",
-            feedback=None if learner.loader.loss_sampler is None else LossFeedback(learner.loader),
             accumulate=train.accumulate,
             precision=learner.precision,
             fixed_buckets=train.deterministic,

@@ -16,10 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gear_offline.artifacts.checkpoint import read_checkpoint
-from gear_offline.batches.tables.fields import ACTIONS, REWARDS, STATES
+from gear_offline.batches.tables.fields import ACTIONS, STATES
 from gear_offline.batches.tables.table import TableOptions, build_table
 from gear_offline.data.dataset.dataset import open_dataset
 from gear_offline.data.dataset.manifest import MANIFEST_NAME, Manifest
+from gear_offline.data.dataset.schema import REWARDS
 from gear_offline.errors import InputError
 from gear_offline.runs.loop import train_run
 from tests.training_support import tiny_data, tiny_recipe

@@ -352,12 +352,10 @@ class Prioritized(Sampler):
 
     def on_device(self, device: torch.device) -> DevicePriorities:
         """Move the masses to a GPU, which draws and updates from then on; return them."""
-        import torch
-
+        from gear_offline.kernels.cuda_module import numbered_device
         from gear_offline.kernels.priorities import DevicePriorities
 
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = numbered_device(device)
         if self._on_gpu is None:
             moved = DevicePriorities(
                 self.index.offsets, self.mass_of_code, device=device, first=self.first_mass

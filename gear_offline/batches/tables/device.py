@@ -16,6 +16,7 @@ import torch
 from gear_offline.core.text import size_text
 from gear_offline.core.types import Array
 from gear_offline.errors import GearError, UnavailableError
+from gear_offline.kernels.cuda_module import numbered_device
 
 PORTABLE, MAPPED = 1, 2  # cudaHostRegister*: for every context; with a device address
 HOST_TO_DEVICE = 1  # cudaMemcpyKind
@@ -40,9 +41,7 @@ class DeviceMemory:
             problem = f"tables are not placed for GPUs without CuPy ({error})"
             remedy = "pip install 'gear-offline[gpu]', or use device='cpu' or engine='off'"
             raise UnavailableError("PACKAGE_MISSING", problem, remedy=remedy) from error
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        self.device, self._runtime = device, runtime
+        self.device, self._runtime = numbered_device(device), runtime
 
     def free_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.device)[0])

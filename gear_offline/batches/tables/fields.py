@@ -20,12 +20,12 @@ from pydantic import Field as Checked
 from gear_offline.config.sections import LARGEST_TARGET
 from gear_offline.core.types import Array, Float64Array
 from gear_offline.data.dataset.dataset import Dataset
-from gear_offline.data.dataset.schema import ColumnSpec, channels_last
+from gear_offline.data.dataset.schema import REWARDS, ColumnSpec, channels_last
 from gear_offline.data.dataset.scores import RewardEdit
 from gear_offline.errors import InputError
 from gear_offline.kernels.columns import Field
 
-STATES, ACTIONS, REWARDS = "observations", "actions", "rewards"  # columns of a dataset
+STATES, ACTIONS = "observations", "actions"  # columns of a dataset
 EXTRA = "extras/"  # before the name of a further column, so that no name is taken twice
 OBSERVED = "states/"  # before the name of one of several columns that make up a state
 MOST_COLOURS = 4  # of floating frames, which have colours and ...
@@ -208,7 +208,7 @@ def standard_fields(
             divisor=divisor,
             history=frame_stack - 1 if image else 0,
         )
-    discrete = actions.dtype.kind in "iub"
+    discrete = is_discrete(actions)
     action_shape = () if discrete and actions.shape == (1,) else actions.shape
     fields[ACTIONS] = Field(
         name="actions",
@@ -223,6 +223,11 @@ def standard_fields(
             if max(np.max(facts.max), -np.min(facts.min)) >= BEYOND_FLOAT32:
                 raise _too_large(f"column {column}")
     return fields
+
+
+def is_discrete(actions: ColumnSpec) -> bool:
+    """Return true if a column holds whole numbers: those of choices."""
+    return actions.dtype.kind in "iub"
 
 
 def is_image(states: ColumnSpec) -> bool:

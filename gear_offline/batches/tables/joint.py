@@ -20,10 +20,16 @@ from numbers import Real
 
 import numpy as np
 
-from gear_offline.batches.tables.fields import ACTIONS, REWARDS, STATES, is_image, standard_fields
+from gear_offline.batches.tables.fields import (
+    ACTIONS,
+    STATES,
+    is_discrete,
+    is_image,
+    standard_fields,
+)
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
 from gear_offline.data.dataset.dataset import Dataset
-from gear_offline.data.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
+from gear_offline.data.dataset.schema import REWARDS, ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.data.dataset.shard import digest
 from gear_offline.errors import InputError
 
@@ -179,7 +185,7 @@ def _states(specs: Mapping[str, TableSpec]) -> ColumnSpec:
 
 def _actions(specs: Mapping[str, TableSpec]) -> ColumnSpec:
     columns = {name: spec[ACTIONS] for name, spec in specs.items()}
-    discrete = {name: column.dtype.kind in "iub" for name, column in columns.items()}
+    discrete = {name: is_discrete(column) for name, column in columns.items()}
     if len(set(discrete.values())) > 1:
         raise _misfit_error(
             "discrete and continuous actions",

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.batches.tables.fields import REWARDS, to_float32
+from gear_offline.batches.tables.fields import to_float32
 from gear_offline.core.types import Float32Array, Float64Array, Int64Array
+from gear_offline.data.dataset.schema import REWARDS
 
 FEW_EPISODES = 8  # up to here a discounted sum is faster step by step than episodes side by side
 

@@ -32,7 +32,6 @@ import numpy as np
 from gear_offline.batches.tables.fields import (
     ACTIONS,
     EXTRA,
-    REWARDS,
     STATES,
     standard_fields,
     to_float32,
@@ -43,7 +42,7 @@ from gear_offline.batches.tables.returns import sum_returns, whole_episodes
 from gear_offline.core.system import usable_cores
 from gear_offline.core.types import Array, BoolArray, Int64Array
 from gear_offline.data.dataset.dataset import Dataset
-from gear_offline.data.dataset.schema import EpisodeIndex
+from gear_offline.data.dataset.schema import REWARDS, EpisodeIndex
 from gear_offline.errors import InputError
 from gear_offline.kernels.columns import ColumnGroup, Field, final_values
 
@@ -98,11 +97,6 @@ class Table:
     groups: tuple[ColumnGroup, ...]  # each field is in exactly one
     margin: int  # rows of zeros in front and behind; windows up to this long can be cut
     grown_from: str = ""  # the key of this table before it grew: its first episodes
-
-    @property
-    def owned_bytes(self) -> int:
-        """Bytes of the rows, margins and landing rows included."""
-        return sum(group.rows.nbytes for group in self.groups)
 
     @property
     def row_bytes(self) -> int:

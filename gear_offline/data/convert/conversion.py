@@ -40,7 +40,6 @@ from gear_offline.data.convert.record import (
     name_environment,
 )
 from gear_offline.data.convert.shards import (
-    REWARDS,
     Plan,
     Written,
     shard_bounds,
@@ -57,7 +56,7 @@ from gear_offline.data.dataset.manifest import (
     SourceFile,
     is_only_dataset,
 )
-from gear_offline.data.dataset.schema import ColumnSpec, TableSpec
+from gear_offline.data.dataset.schema import REWARDS, ColumnSpec, TableSpec
 from gear_offline.data.dataset.scores import known_scores
 from gear_offline.data.dataset.shard import RESERVED_NAMES
 from gear_offline.data.sources.base import Source, SourceInfo

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from gear_offline.core.text import count_text
-from gear_offline.data.convert.shards import REWARDS
 from gear_offline.data.dataset.dataset import Dataset
-from gear_offline.data.dataset.schema import ColumnSpec
+from gear_offline.data.dataset.schema import REWARDS, ColumnSpec
 from gear_offline.data.sources.base import Source
 from gear_offline.data.sources.columns import kinds_of
 from gear_offline.data.sources.flat import REQUIRED

@@ -15,7 +15,7 @@ from gear_offline.config.environment_options import typed_options
 from gear_offline.core.parts import is_same
 from gear_offline.core.text import texts
 from gear_offline.core.types import Array
-from gear_offline.data.convert.shards import REWARDS, Plan, Written
+from gear_offline.data.convert.shards import Plan, Written
 from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.data.dataset.manifest import (
     MANIFEST_NAME,
@@ -25,6 +25,7 @@ from gear_offline.data.dataset.manifest import (
     SourceFile,
     SourceRecord,
 )
+from gear_offline.data.dataset.schema import REWARDS
 from gear_offline.data.dataset.scores import ReferenceScores, RewardEdit, find_edit, find_scores
 from gear_offline.data.dataset.shard import digest
 from gear_offline.data.dataset.statistics import distribution

@@ -22,7 +22,13 @@ from gear_offline.core.types import Array, Float64Array
 from gear_offline.core.workers import Caller, RayPool, WorkerPool
 from gear_offline.data.convert.edits import Edits
 from gear_offline.data.dataset.manifest import ShardRecord, shard_name
-from gear_offline.data.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec, fold_episodes
+from gear_offline.data.dataset.schema import (
+    REWARDS,
+    ColumnSpec,
+    EpisodeIndex,
+    TableSpec,
+    fold_episodes,
+)
 from gear_offline.data.dataset.shard import (
     EPISODE_COLUMNS,
     BlockDigests,
@@ -38,7 +44,6 @@ from gear_offline.data.sources.input_files import changed_error
 from gear_offline.errors import InputError
 
 PIECE_BYTES = 4 << 20  # a piece has about this many bytes, or one storage chunk if that is more
-REWARDS = "rewards"
 
 Advance = Callable[[int], None]
 

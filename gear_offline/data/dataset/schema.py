@@ -20,6 +20,7 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, Int64Array
 from gear_offline.errors import InputError
 
+REWARDS = "rewards"  # the column that returns are sums of
 _COLUMN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*(/[A-Za-z0-9_][A-Za-z0-9_.\-]*)*")
 MAX_DIMENSIONS = 8
 MAX_STEP_BYTES = 64 << 20  # one step of one column; larger is a damaged or hostile shape
