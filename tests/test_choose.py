@@ -154,3 +154,50 @@ def test_the_error_is_of_held_out_episodes(tmp_path: Path, runs: dict[str, Path]
     (row,) = (row for row in choice.policies if row.label == "good")
     error = np.sqrt((apart**2).mean()) / whole.column("actions").std()
     assert row.action_error == pytest.approx(error, rel=1e-3)
+
+
+def edited(path: Path, **changes: Any) -> Path:
+    """Copy data whose columns are changed: by name a function of the rows."""
+    path.mkdir()
+    whole = go.open_dataset(guessing(path, 0.3, 0.9))
+    columns = {name: whole.column(name).copy() for name in ("observations", "actions", "rewards")}
+    for name, change in changes.items():
+        columns[name] = change(columns[name])
+    source = ArraySource(columns, [LENGTH] * EPISODES, terminated=[False] * EPISODES)
+    convert(source, path / "edited", quiet=True, allow_nonfinite=True)
+    return path / "edited"
+
+
+@pytest.mark.parametrize("reward", [1e30, 3e38])
+def test_one_absurd_reward_makes_no_policy_better(
+    tmp_path: Path, runs: dict[str, Path], reward: float
+) -> None:
+    def spoil(rewards: Any) -> Any:
+        return np.where(np.arange(len(rewards)) == 7, np.float32(reward), rewards)
+
+    data = edited(tmp_path / "huge", rewards=spoil)
+    choice = go.choose(list(runs.values()), data=data, steps=5, critics=2, device="cpu")
+    assert len(choice.best) != 1 and "better" not in choice.answer
+
+
+def test_returns_that_do_not_differ_and_a_run_twice(tmp_path: Path, runs: dict[str, Path]) -> None:
+    options: dict[str, Any] = {"steps": 5, "critics": 2, "device": "cpu"}
+    data = edited(tmp_path / "same", rewards=np.ones_like)
+    choice = go.choose(list(runs.values()), data=data, **options)
+    assert choice.best == () and "the returns of their episodes do not differ" in choice.answer
+    gap = edited(
+        tmp_path / "gap", rewards=lambda rows: np.where(np.arange(len(rows)) == 47, np.nan, rows)
+    )
+    with one_error("COLUMN", "rewards is not finite at step 7 of episode 2"):
+        go.choose(list(runs.values()), data=gap, **options)
+    with one_error("USAGE", "given twice"):
+        go.choose([runs["good"], runs["good"].parent / ".." / "runs" / "good"], **options)
+
+
+def test_a_view_is_judged_as_data_are(tmp_path: Path, runs: dict[str, Path]) -> None:
+    data = guessing(tmp_path, 0.3, 0.9, seed=1)
+    view = go.split(data, "30%")[1]
+    choice = go.choose(list(runs.values()), data=view, steps=5, critics=2, device="cpu")
+    assert choice.episodes == len(view)
+    assert len(choice.notes) == 2 and "learnt from other data" in choice.notes[0]
+    assert "learnt from other data" in str(choice)

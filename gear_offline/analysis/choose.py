@@ -95,6 +95,7 @@ class Choice(Printed, Document):
 
     answer: str  # in a sentence
     best: tuple[str, ...]  # labels: one, several that cannot be told apart, or none
+    notes: tuple[str, ...]  # what may make the comparison unfair
     data: str
     episodes: int
     steps: int
@@ -109,6 +110,8 @@ class Choice(Printed, Document):
         """Print the answer, the table and how to read it."""
         console = console or Terminal()
         console.print(self.answer, style="bold")
+        for note in self.notes:
+            console.print(f"note: {note}")
         print_table(console, HEADINGS, [policy.cells() for policy in self.policies])
         text = f"estimate: return discounted by {self.gamma:g} a step, from the first states of "
         text += f"{self.episodes:,} episodes of {self.data}; their own: mean "
@@ -124,7 +127,7 @@ class Choice(Printed, Document):
 def choose(
     policies: Sequence[Run | str | os.PathLike[str]],
     *,
-    data: str | os.PathLike[str] | None = None,
+    data: Dataset | str | os.PathLike[str] | None = None,
     targets: Any = None,
     checkpoint: str | int | None = None,
     gamma: float | None = None,
@@ -144,7 +147,7 @@ def choose(
     policies
         Runs, checkpoints or policy folders, of one task each.
     data
-        Dataset to judge by; default that of the first run.
+        Dataset to judge by, or a view of one; default that of the first run.
     targets
         Returns to ask for, of those that ask for one; default each recipe's.
     checkpoint
@@ -173,8 +176,9 @@ def choose(
     Raises
     ------
     InputError
-        ``RUN_NOT_FOUND``; ``USAGE`` for fewer than two policies or targets; ``MODEL`` for policies
-        of frames, goals or several tasks, or of other data; ``COLUMN`` for data without rewards.
+        ``RUN_NOT_FOUND``; ``USAGE`` for fewer than two policies or targets, or one given twice;
+        ``MODEL`` for policies of frames, goals or several tasks, or of other data; ``COLUMN`` for
+        data without rewards, with NaN, or of one episode.
 
     Examples
     --------
@@ -194,24 +198,12 @@ def choose(
     where = resolve_device(device)
     listed = [policies] if isinstance(policies, (str, os.PathLike)) else policies
     paths = [given_path(each, "RUN_NOT_FOUND", where="run") for each in listed]
-    trained = [find_trained(path, checkpoint, model=model) for path in paths]
-    asked = None if targets is None else asked_returns(targets)
-    candidates = [
-        (path, each, target)
-        for path, each in zip(paths, trained, strict=True)
-        for target in _targets(each, asked, path)
-    ]
-    if len(candidates) < 2:
-        remedy = "name two runs or more, or several --targets of one"
-        raise InputError("USAGE", "there is nothing to choose from", remedy=remedy)
-    place = data if data is not None else trained[0].recipe.data.path
-    if place is None:
-        problem, remedy = "the policy does not say where its data are", "name them: --data DATASET"
-        raise InputError("USAGE", problem, str(paths[0]), remedy)
-    dataset = open_dataset(place)
+    trained = {path: find_trained(path, checkpoint, model=model) for path in paths}
+    candidates = _candidates(paths, trained, None if targets is None else asked_returns(targets))
+    dataset = data if isinstance(data, Dataset) else _open_data(data, *next(iter(trained.items())))
     sample = _choose_episodes(dataset, seed)
-    columns = dict.fromkeys(c.name for each in trained for c in each.window.columns)
-    for path, each in zip(paths, trained, strict=True):
+    columns = dict.fromkeys(c.name for each in trained.values() for c in each.window.columns)
+    for path, each in trained.items():
         _check_fits(each, dataset, path)
     record = read_steps(dataset, list(columns), sample)
     acted = list[tuple[Array, Array]]()
@@ -222,7 +214,7 @@ def choose(
     horizon = float(np.clip(np.diff(record.offsets).mean() / 4, SHORTEST, LONGEST))
     gamma = 1 - 1 / horizon if gamma is None else gamma
     discrete = dataset.spec["actions"].dtype.kind in "iub"
-    choices = max(each.model.facts.action_dim for each in trained)
+    choices = max(each.model.facts.action_dim for each in trained.values())
     encode = _encoder(record.actions, choices if discrete else None)
     transitions = _transitions(record, encode, gamma)
     ends = record.offsets[1:] - 1
@@ -237,16 +229,13 @@ def choose(
     estimates = values(transitions.states[firsts], actions[:, firsts])  # (1 + P, C, E)
     outside = _shares_outside(transitions, actions[1:], seed)
     returns = transitions.returns[firsts].astype(np.float64)
-    rule = trained[0].recipe.data
-    counted = np.ones(len(sample), np.bool_)
-    if rule.held_out is not None:
-        held_out = ~HeldOut(rule.held_out, rule.held_out_by).stays(dataset, 0)[sample]
-        counted = held_out if held_out.any() else counted
-    errors = _action_errors(transitions, actions[1:], record, counted, discrete=discrete)
+    unseen, notes = _unseen_episodes(trained, dataset, sample)
+    errors = _action_errors(transitions, actions[1:], record, unseen, discrete=discrete)
     labels = _labels(candidates)
     rows = list[JudgedPolicy]()
     means = estimates.mean((1, 2))
-    bias, error = abs(float(means[0] - returns.mean())), ERROR * float(np.ptp(returns))
+    spread = float(np.ptp(returns))
+    bias, error = abs(float(means[0] - returns.mean())), ERROR * spread
     best = 1 + int(means[1:].argmax())
     for number, (path, each, target) in enumerate(candidates):
         replicates = _replicates(estimates[1 + number], seed)
@@ -268,10 +257,11 @@ def choose(
             )
         )
     rows.sort(key=lambda row: -row.estimate)
-    answer, chosen = _answer(rows, bias, float(np.ptp(returns)))
+    answer, chosen = _answer(rows, bias, spread)
     choice = Choice(
         answer=answer,
         best=tuple(chosen),
+        notes=notes,
         data=str(dataset.path),
         episodes=len(sample),
         steps=int(record.offsets[-1]),
@@ -308,6 +298,15 @@ def read_steps(dataset: Dataset, columns: Sequence[str], sample: Int64Array) -> 
     episodes = [*dataset.iter_episodes(sample, columns=names)]
     whole = {name: np.concatenate([episode[name] for episode in episodes]) for name in names}
     offsets = np.cumsum([0, *(len(episode["rewards"]) for episode in episodes)])
+    for name, values in whole.items():
+        finite = np.isfinite(values.reshape(len(values), -1)).all(1)
+        if not finite.all():
+            row = int(np.argmin(finite))
+            number = int(np.searchsorted(offsets, row, side="right")) - 1
+            problem = f"{name} is not finite at step {row - offsets[number]} of episode "
+            problem += f"{sample[number]}, and critics learn from all"
+            remedy = "leave such episodes out: convert with --where"
+            raise InputError("COLUMN", problem, str(dataset.path), remedy)
     following, has_next = dict[str, Array](), np.ones(offsets[-1], np.bool_)
     for name, next_name in after.items():
         following[name] = (
@@ -366,6 +365,55 @@ def act_on_data(policy: Policy, record: Steps, target: float) -> tuple[Array, Ar
     has_row[record.offsets[1:] - 1] = False
     following[has_row] = both[::2][1:][has_row[:-1]]
     return both[::2], following
+
+
+def _candidates(
+    paths: Sequence[Path], trained: dict[Path, TrainedModel], asked: Sequence[float] | None
+) -> list[tuple[Path, TrainedModel, float | None]]:
+    """Return what is chosen from: each policy with each return that it is asked for."""
+    listed = [
+        (path, trained[path], t) for path in paths for t in _targets(trained[path], asked, path)
+    ]
+    if len(listed) < 2:
+        remedy = "name two runs or more, or several --targets of one"
+        raise InputError("USAGE", "there is nothing to choose from", remedy=remedy)
+    seen = set[tuple[Path, float | None]]()
+    for path, _, target in listed:
+        if (path.resolve(), target) in seen:
+            of = "" if target is None else f", asked for {short(target)},"
+            remedy = "name each policy and each target once"
+            raise InputError("USAGE", f"it{of} is given twice", str(path), remedy)
+        seen.add((path.resolve(), target))
+    return listed
+
+
+def _open_data(data: str | os.PathLike[str] | None, path: Path, first: TrainedModel) -> Dataset:
+    """Open the data that are named, or those of the `first` policy, that of `path`."""
+    place = data if data is not None else first.recipe.data.path
+    if place is None:
+        problem, remedy = "the policy does not say where its data are", "name them: --data DATASET"
+        raise InputError("USAGE", problem, str(path), remedy)
+    return open_dataset(place)
+
+
+def _unseen_episodes(
+    trained: dict[Path, TrainedModel], dataset: Dataset, sample: Int64Array
+) -> tuple[BoolArray, tuple[str, ...]]:
+    """Return (E,) which episodes no run learnt from, all if there is none, and what to note."""
+    unseen, notes = np.ones(len(sample), np.bool_), list[str]()
+    for path, each in trained.items():
+        rule, source = each.recipe.data, each.recipe.data.path
+        if source is not None and Path(source).resolve() != dataset.path.resolve():
+            notes.append(f"{path} learnt from other data, {source}")
+        elif rule.held_out is not None:
+            unseen &= ~HeldOut(rule.held_out, rule.held_out_by).stays(dataset, 0)[sample]
+        elif source is not None:
+            unseen[:] = False
+    if not unseen.any():
+        unseen[:] = True
+        if any(each.recipe.data.held_out is not None for each in trained.values()):
+            notes.append("no episode is held out by all: errors are of episodes that were learnt")
+    return unseen, tuple(notes)
 
 
 def _targets(
@@ -550,6 +598,10 @@ def _answer(rows: Sequence[JudgedPolicy], bias: float, spread: float) -> tuple[s
     leaving = [row for row in rows if row.leaves]
     shares = ", ".join(f"{row.label} in {row.outside:.0%} of the steps" for row in leaving)
     left = f"; not judged, since it leaves the data: {shares}" if leaving else ""
+    if not np.isfinite([spread, bias, *(row.estimate for row in rows)]).all():
+        return f"{unknown} their rewards are too large for the critics' numbers", []
+    if not spread:
+        return f"{unknown} the returns of their episodes do not differ", []
     if bias > MOST_MISSED * spread:
         return f"{unknown} critics miss the data's own mean return by {short(bias)}", []
     if len(judged) < 2 or rows[0].leaves:

@@ -60,7 +60,8 @@ def fit_critics(
     following = torch.from_numpy(next_actions).to(device)
     rows = _bootstrap_rows(data, critics, seed)
     places = [torch.from_numpy(each).to(device) for each in rows]
-    mean, scale = float(data.returns.mean()), float(data.returns.std()) or 1.0
+    wide = data.returns.astype(np.float64)
+    mean, scale = float(wide.mean()), float(wide.std()) or 1.0
     lowest, highest = float(data.returns.min()), float(data.returns.max())
     weights = list[Tensor]()
     for inside, outside in ((width, WIDTH), (WIDTH, WIDTH), (WIDTH, 1)):
@@ -104,7 +105,8 @@ def fit_critics(
         wide = torch.from_numpy(states).to(device).expand(count, -1, -1)
         inputs = torch.cat([wide, torch.from_numpy(actions).to(device)], -1)
         inputs = inputs[:, None].expand(-1, critics, -1, -1)
-        return np.asarray((mean + scale * _values(slow, inputs)).cpu().numpy())
+        normal = _values(slow, inputs).cpu().numpy().astype(np.float64)
+        return np.asarray(mean + scale * normal)
 
     return values
 

@@ -167,17 +167,21 @@ def _values(dataset: Dataset, column: ColumnSpec, first: int) -> Iterator[bytes]
 def _pieces(dataset: Dataset, column: ColumnSpec, first: int) -> Iterator[tuple[int, Array, bool]]:
     """Yield an episode's number, some of its rows, and whether they are its last; in order.
 
-    Of frames, and others as wide, they are the first row and the last one.  Floats are float32, so
-    that data of either width are alike, and other numbers but bytes int64.
+    Of frames, and others as wide, they are the first row and the last one.  Floats are float32 and
+    other numbers int64, so that data of any width are alike, and zero has no sign; bytes of frames
+    stay.
     """
     kind, offsets = column.dtype.kind, dataset.episodes.offsets.tolist()
-    dtype = "<f4" if kind == "f" else "<i8" if kind in "iub" and column.dtype != "u1" else None
+    is_wide = prod(column.shape) > WIDE
+    is_frame = is_wide and column.dtype == "u1"
+    dtype = "<f4" if kind == "f" else "<i8" if kind in "iub" and not is_frame else None
 
     def read(begin: int, end: int) -> Array:
         with np.errstate(over="ignore", invalid="ignore"):
-            return np.ascontiguousarray(dataset.read(column.name, begin, end), dtype)
+            rows = np.ascontiguousarray(dataset.read(column.name, begin, end), dtype)
+        return rows + 0 if kind == "f" else rows  # -0.0 + 0 is 0.0
 
-    if prod(column.shape) > WIDE:
+    if is_wide:
         for number, (begin, end) in enumerate(pairwise(offsets[first:]), first):
             yield number, read(begin, begin + 1), False
             yield number, read(end - 1, end), True
