@@ -64,14 +64,14 @@ def _argument(option: re.Match[str]) -> str:
         name = "rule"
     if option["name"] in _SWITCHES:
         return f"{name}=True"
-    parts = value.split(",")
+    items = value.split(",")
     if name in ("columns", "discrete") and value:
-        return f"{name}={parts}"
+        return f"{name}={items}"
     if name in ("rename", "shift") and value:
-        pairs = (part.rpartition("=") for part in parts)
+        pairs = (part.rpartition("=") for part in items)
         return f"{name}={ {old: int(new) if new.isdecimal() else new for old, _, new in pairs} }"
     if name == "targets" and value:
-        return f"{name}=[{', '.join(parts)}]"
+        return f"{name}=[{', '.join(items)}]"
     return f"{name}={value if value.isdecimal() else repr(value)}" if value else name
 
 
@@ -97,12 +97,12 @@ class GearError(Exception):
         self.problem = problem
         self.where = where
         self.remedy = remedy
-        named = for_caller(where) if where.startswith("--") else where  # files are others' text
-        place = f" ({named})" if where else ""
+        origin = for_caller(where) if where.startswith("--") else where  # files are others' text
+        suffix = f" ({origin})" if where else ""
         advice = f"; {remedy}" if remedy else ""
         # Problem, place and the remedy in one line.  Not a property: torch gives exceptions of
         # workers whose class has a `message` back by that keyword.
-        text = f"{for_caller(problem)}{place}{for_caller(advice)}"
+        text = f"{for_caller(problem)}{suffix}{for_caller(advice)}"
         self.message = " ".join(text.split())
         super().__init__(code, problem, where, remedy)
 

@@ -273,7 +273,7 @@ class SequenceModel(nn.Module):
         """The last size of the features that `remember` gives."""
         return self.facts.state_width
 
-    def recalled(self, features: Tensor) -> Any:
+    def recall(self, features: Tensor) -> Any:
         """Decode the features of `remember` into states as `act` takes them."""
         return self.facts.states(features)
 

@@ -58,7 +58,7 @@ TANH_TOLERANCE = 1e-6  # float32 rounding of actions that were clipped to [-1, 1
 
 
 class Predictions(dict[str, Tensor]):
-    """What `DecisionTransformer` predicts: by name, as an attribute or by its place.
+    """Predictions of `DecisionTransformer`: by name, as an attribute or by number.
 
     ``state_preds`` (B, K, S), ``action_preds`` (B, K, A), ``return_preds`` (B, K, 1).
     """
@@ -174,27 +174,27 @@ class DecisionTransformer(SequenceModel):
         )
 
     @classmethod
-    def from_pretrained(cls, place: str | os.PathLike[str]) -> Self:
+    def from_pretrained(cls, source: str | os.PathLike[str]) -> Self:
         """Read a model.
 
         Parameters
         ----------
-        place
+        source
             A folder with ``config.json`` and ``model.safetensors``: of `save_pretrained`, of the
             released class, or a policy; or the name of one on the Hugging Face Hub.
             `gear_offline.load_policy` reads runs.
         """
-        folder = Path(place)
+        folder = Path(source)
         if (folder / "checkpoints").is_dir() and not (folder / "config.json").exists():
             problem = "this is a run, not a folder of weights"
             remedy = f"write go.load_policy({str(folder)!r}).model, or name a checkpoint of it"
             raise InputError("USAGE", problem, str(folder), remedy)
         if not folder.exists():
-            folder = fetch(os.fspath(place), "model", "MODEL", only=FILES)
+            folder = fetch(os.fspath(source), "model", "MODEL", only=FILES)
         if missing := ", ".join(name for name in FILES if not (folder / name).is_file()):
             remedy = "name a run, a policy folder or a model on the Hub; weights in other files: "
-            remedy += "from_released(read_released(PLACE)) of gear_offline.models.hugging_face"
-            raise InputError("MODEL", f"it has no {missing}", str(place), remedy)
+            remedy += "from_released(read_released(SOURCE)) of gear_offline.models.hugging_face"
+            raise InputError("MODEL", f"it has no {missing}", str(source), remedy)
         config, weights = (folder / name for name in FILES)
         return cls.of_weights(config.read_bytes(), load_file(weights))
 
@@ -213,11 +213,11 @@ class DecisionTransformer(SequenceModel):
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write ``config.json`` and ``model.safetensors``, as the released class does."""
-        place = Path(folder)
-        place.mkdir(parents=True, exist_ok=True)
+        directory = Path(folder)
+        directory.mkdir(parents=True, exist_ok=True)
         weights = {n: w.detach().cpu().contiguous() for n, w in self.state_dict().items()}
-        write_tensors(place / "model.safetensors", weights)
-        write_file(place / "config.json", self.config.to_json_string().encode())
+        write_tensors(directory / "model.safetensors", weights)
+        write_file(directory / "config.json", self.config.to_json_string().encode())
 
     @classmethod
     def build(cls, facts: ModelFacts, settings: TransformerSettings) -> Self:
@@ -283,8 +283,8 @@ class DecisionTransformer(SequenceModel):
         TypeError
             For keyword arguments that do not exist; the released class ignores them.
         """
-        asked = goals if self.goals else returns_to_go
-        tokens = self._embed(states, actions, asked, timesteps, tasks)
+        condition = goals if self.goals else returns_to_go
+        tokens = self._embed(states, actions, condition, timesteps, tasks)
         mask = None
         if attention_mask is not None and padding != "right":
             mask = dense_mask(attention_mask)
@@ -330,9 +330,9 @@ class DecisionTransformer(SequenceModel):
 
     def act(self, window: PlayedWindow) -> Tensor:
         """Return an action, or logits, for each window."""
-        asked = window.goals if self.goals else window.returns_to_go
-        assert asked is not None, "the policy gives what its model asks for"
-        inputs = (window.states, window.actions, asked, window.timesteps, window.place)
+        condition = window.goals if self.goals else window.returns_to_go
+        assert condition is not None, "the policy gives what its model asks for"
+        inputs = (window.states, window.actions, condition, window.timesteps, window.place)
         return self.predict_last_action(*inputs, window.noise)
 
     def remember(self, states: Any) -> Tensor:
@@ -342,7 +342,7 @@ class DecisionTransformer(SequenceModel):
     def state_width(self) -> int:
         return self.config.state_dim
 
-    def recalled(self, features: Tensor) -> Tensor:
+    def recall(self, features: Tensor) -> Tensor:
         return features
 
     @property
@@ -395,18 +395,18 @@ class DecisionTransformer(SequenceModel):
         self,
         states: Tensor,
         actions: Tensor,
-        asked: Tensor,
+        condition: Tensor,
         timesteps: Tensor,
         last_step: Tensor,
         noise: Tensor | float = 0.0,
     ) -> Tensor:
         """Return one action a window, (B, A), at its last real step; of discrete ones logits.
 
-        Inputs are as in `forward`, `asked` returns-to-go or goals, (B, K, ...), windows are padded
-        on the right, and `last_step`, (B,) int64, is the place of the last real step.  By `noise`,
-        (B, A) standard normal, a stochastic policy draws; 0.0: its means.
+        Inputs are as in `forward`, `condition` are returns-to-go or goals, (B, K, ...).  Windows
+        are padded on the right; `last_step`, (B,) int64, is the last real one.  By `noise`, (B, A)
+        standard normal, a stochastic policy draws; 0.0: its means.
         """
-        tokens = self._embed(states, actions, asked, timesteps)
+        tokens = self._embed(states, actions, condition, timesteps)
         hidden = self._encode(tokens, None, keep=3 * last_step + 1)
         return self._choose(self._head(hidden)[:, 0], noise)
 
@@ -414,47 +414,47 @@ class DecisionTransformer(SequenceModel):
         self,
         states: Tensor | Mapping[str, Tensor] | None,
         actions: Tensor | None,
-        asked: Tensor | None,
+        condition: Tensor | None,
         timesteps: Tensor | None,
         tasks: Tensor | None = None,
     ) -> Tensor:
         """Interleave (return or goal, state, action) of each step: (B, 3K, H)."""
-        if states is None or actions is None or asked is None or timesteps is None:
-            needed = "goals" if self.goals else "returns_to_go"
-            raise InputError("MODEL", f"states, actions, {needed} and timesteps are all needed")
+        if states is None or actions is None or condition is None or timesteps is None:
+            missing = "goals" if self.goals else "returns_to_go"
+            raise InputError("MODEL", f"states, actions, {missing} and timesteps are all needed")
         if self.goals:
-            asked = self.features(asked).expand(-1, actions.shape[1], -1)
+            condition = self.features(condition).expand(-1, actions.shape[1], -1)
         if self.embed_task is not None and tasks is None:
             problem = "a model of several tasks needs the task of each window"
             remedy = "give tasks, or take one out: gear_offline.models.multitask.single_task"
             raise InputError("MODEL", problem, where="tasks", remedy=remedy)
         if timesteps.device.type == "cpu" and not torch.compiler.is_compiling():
             check_timesteps(timesteps, self.config.max_ep_len)
-        parts = self._parts(asked, self.features(states), actions)
-        stacked = parts + self.embed_timestep(timesteps).unsqueeze(2)
+        embedded = self._parts(condition, self.features(states), actions)
+        stacked = embedded + self.embed_timestep(timesteps).unsqueeze(2)
         if self.embed_task is not None:
             stacked = stacked + self.embed_task(tasks)
         tokens = self.embed_ln(stacked.flatten(1, 2)) + self.encoder.wpe.weight[0]
         return drop(tokens, self.encoder.dropout if self.training else 0.0)
 
-    def _parts(self, asked: Tensor, states: Tensor, actions: Tensor) -> Tensor:
+    def _parts(self, condition: Tensor, states: Tensor, actions: Tensor) -> Tensor:
         """Apply the maps of the inputs, (B, K, 3, H)."""
         layers = (self.embed_return, self.embed_state, self.embed_action)
-        kind = half_type(self.embed_state.weight)
+        dtype = half_type(self.embed_state.weight)
         width = sum(layer.in_features for layer in layers)
-        if kind is not None and actions.is_floating_point() and width <= JOINT_INPUTS:
-            inputs = [part.to(states.dtype).flatten(0, 1) for part in (asked, states, actions)]
+        if dtype is not None and actions.is_floating_point() and width <= JOINT_INPUTS:
+            inputs = [part.to(states.dtype).flatten(0, 1) for part in (condition, states, actions)]
             maps = [(layer.weight, layer.bias) for layer in layers]
-            tokens = joint_maps(inputs, maps, kind)
+            tokens = joint_maps(inputs, maps, dtype)
             return tokens.view(*states.shape[:2], *tokens.shape[1:])
         # the data's type is float32, weights may be narrower
-        parts = (
-            self.embed_return(asked.to(self.embed_ln.weight.dtype)),
+        tokens_by_input = (
+            self.embed_return(condition.to(self.embed_ln.weight.dtype)),
             self.embed_state(states),
             self._embed_actions(actions),
         )
         # on a new axis after the steps, so that reshaping interleaves by step: R s a R s a
-        return torch.stack(parts, dim=2)
+        return torch.stack(tokens_by_input, dim=2)
 
     def _head(self, hidden: Tensor) -> Tensor:
         """(B, T', H) -> (B, T', A), the predicted actions; see `_choose` of a stochastic policy."""
@@ -507,8 +507,8 @@ def config_of(facts: ModelFacts, settings: TransformerSettings) -> TransformerCo
         problem = "a Gaussian policy is for continuous actions of one task"
         raise InputError("MODEL", problem, "model.policy", "use model.policy=deterministic")
     framed = [column.shape for column in facts.columns if column.frames]
-    shown = {"encoder": resolve_encoder(encoder, framed[0] if framed else ())}
-    columns = [c.model_copy(update=shown) if c.frames else c for c in facts.columns]
+    resolved = {"encoder": resolve_encoder(encoder, framed[0] if framed else ())}
+    columns = [c.model_copy(update=resolved) if c.frames else c for c in facts.columns]
     ours: dict[str, Any] = {"discrete_actions": facts.discrete}
     ours["context_length"] = facts.context_length
     if settings.is_stochastic:
@@ -584,13 +584,13 @@ def build_model(*, state_dim: int, action_dim: int, **options: Any) -> DecisionT
     """
     facts = to_plain({"state_dim": state_dim, "action_dim": action_dim} | options)
     names = TransformerSettings.model_fields.keys() - ModelFacts.model_fields
-    own = {name: facts.pop(name) for name in names & options.keys()}
+    settings = {name: facts.pop(name) for name in names & options.keys()}
     try:
-        return DecisionTransformer.build(ModelFacts(**facts), TransformerSettings(**own))
+        return DecisionTransformer.build(ModelFacts(**facts), TransformerSettings(**settings))
     except ValidationError as error:
         problem: Any = error.errors()[0]
-        place = ".".join(map(str, ("model", *problem["loc"])))
-        raise InputError("MODEL", problem_text(problem | {"loc": ()}), place) from error
+        where = ".".join(map(str, ("model", *problem["loc"])))
+        raise InputError("MODEL", problem_text(problem | {"loc": ()}), where) from error
 
 
 def check_timesteps(timesteps: Tensor | int, max_timestep: int) -> None:

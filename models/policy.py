@@ -503,7 +503,7 @@ def predict_actions(
 ) -> Tensor:
     """Return the actions (n, A) float32, or (n,) int64, of windows of remembered steps."""
     returns, goals = (None, targets) if model.facts.goals else (targets, None)
-    states = model.recalled(features)
+    states = model.recall(features)
     action = model.act(PlayedWindow(states, actions, returns, goals, timesteps, position, noise))
     if not model.facts.discrete:
         return action.float()

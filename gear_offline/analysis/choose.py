@@ -2,10 +2,10 @@
 
 Each policy acts on the data's own histories (`act_on_data`), then fitted Q evaluation estimates its
 return from the episodes' first states (`gear_offline.analysis.fitted_q`).  An estimate is worth
-something only where a policy does what the data have: what it does elsewhere, nobody has seen.  So
-three things are looked at besides: the share of a policy's actions that no similar state of the
-data has, the disagreement of critics that saw other episodes, and the error of the critics on
-the data's own return, which is known.
+something only where a policy does what the data have: what it does elsewhere, nobody has seen.
+Three things are looked at besides.  First, the share of a policy's actions that no similar state of
+the data has.  Second, the disagreement of critics that saw other episodes.  Third, the error of the
+critics on the data's own return, which is known.
 
 Shape legend: P policies, C critics, N steps, E episodes, S state elements, A action elements.
 """
@@ -140,7 +140,7 @@ def choose(
     model: Any = None,
     quiet: bool = True,
 ) -> Choice:
-    """Say which of several policies is best, as far as the data tell; nothing is simulated.
+    """Compare policies by data alone, and name the best as far as the data tell.
 
     Parameters
     ----------
@@ -218,9 +218,9 @@ def choose(
     encode = _encoder(record.actions, choices if discrete else None)
     transitions = _transitions(record, encode, gamma)
     ends = record.offsets[1:] - 1
-    own = np.roll(transitions.actions, -1, axis=0)  # what the data do next
-    own[ends] = transitions.actions[ends]
-    following = np.stack([own, *(encode(after) for _, after in acted)])
+    data_next = np.roll(transitions.actions, -1, axis=0)  # what the data do next
+    data_next[ends] = transitions.actions[ends]
+    following = np.stack([data_next, *(encode(after) for _, after in acted)])
     actions = np.stack([transitions.actions, *(encode(now) for now, _ in acted)])
     fit: Any = {"gamma": gamma, "critics": critics, "steps": steps, "seed": seed, "device": where}
     with Progress("fitting critics", total=steps, quiet=quiet) as bar:
@@ -296,9 +296,9 @@ def read_steps(dataset: Dataset, columns: Sequence[str], sample: Int64Array) -> 
     stored = [name for name in after.values() if name is not None]
     names = [*columns, "actions", "rewards", *stored]
     episodes = [*dataset.iter_episodes(sample, columns=names)]
-    whole = {name: np.concatenate([episode[name] for episode in episodes]) for name in names}
+    rows_by_name = {name: np.concatenate([episode[name] for episode in episodes]) for name in names}
     offsets = np.cumsum([0, *(len(episode["rewards"]) for episode in episodes)])
-    for name, values in whole.items():
+    for name, values in rows_by_name.items():
         finite = np.isfinite(values.reshape(len(values), -1)).all(1)
         if not finite.all():
             row = int(np.argmin(finite))
@@ -310,15 +310,17 @@ def read_steps(dataset: Dataset, columns: Sequence[str], sample: Int64Array) -> 
     following, has_next = dict[str, Array](), np.ones(offsets[-1], np.bool_)
     for name, next_name in after.items():
         following[name] = (
-            np.roll(whole[name], -1, axis=0) if next_name is None else whole[next_name]
+            np.roll(rows_by_name[name], -1, axis=0)
+            if next_name is None
+            else rows_by_name[next_name]
         )
         if next_name is None:
             has_next[offsets[1:] - 1] = False
     return Steps(
-        observed={name: whole[name] for name in columns},
+        observed={name: rows_by_name[name] for name in columns},
         following=following,
-        actions=whole["actions"],
-        rewards=whole["rewards"].reshape(-1).astype(np.float64),
+        actions=rows_by_name["actions"],
+        rewards=rows_by_name["rewards"].reshape(-1).astype(np.float64),
         offsets=offsets,
         terminated=dataset.terminated[sample],
         has_next=has_next,
@@ -358,19 +360,19 @@ def act_on_data(policy: Policy, record: Steps, target: float) -> tuple[Array, Ar
                 policy.observe_reward(record.rewards[now], inside, actions=record.actions[now])
     chosen: Array = np.concatenate([actions for _, actions in pieces])
     places, count = np.concatenate([rows for rows, _ in pieces]), len(record.rewards)
-    both = np.zeros((2 * count, *chosen.shape[1:]), chosen.dtype)
-    both[places] = chosen
-    following = both[1::2]
+    interleaved = np.zeros((2 * count, *chosen.shape[1:]), chosen.dtype)
+    interleaved[places] = chosen
+    following = interleaved[1::2]
     has_row = np.ones(count, np.bool_)
     has_row[record.offsets[1:] - 1] = False
-    following[has_row] = both[::2][1:][has_row[:-1]]
-    return both[::2], following
+    following[has_row] = interleaved[::2][1:][has_row[:-1]]
+    return interleaved[::2], following
 
 
 def _candidates(
     paths: Sequence[Path], trained: dict[Path, TrainedModel], asked: Sequence[float] | None
 ) -> list[tuple[Path, TrainedModel, float | None]]:
-    """Return what is chosen from: each policy with each return that it is asked for."""
+    """Return the candidates: each policy with each return that it is asked for."""
     listed = [
         (path, trained[path], t) for path in paths for t in _targets(trained[path], asked, path)
     ]
@@ -389,11 +391,11 @@ def _candidates(
 
 def _open_data(data: str | os.PathLike[str] | None, path: Path, first: TrainedModel) -> Dataset:
     """Open the data that are named, or those of the `first` policy, that of `path`."""
-    place = data if data is not None else first.recipe.data.path
-    if place is None:
+    source = data if data is not None else first.recipe.data.path
+    if source is None:
         problem, remedy = "the policy does not say where its data are", "name them: --data DATASET"
         raise InputError("USAGE", problem, str(path), remedy)
-    return open_dataset(place)
+    return open_dataset(source)
 
 
 def _unseen_episodes(
@@ -512,13 +514,13 @@ def _shares_outside(data: Transitions, actions: Array, seed: int) -> Float64Arra
     picked = generator.permutation(len(numbers))[:QUERIED]
     places = generator.random((len(picked), QUERIES)) * lengths[picked, None]
     queries = (begins[picked, None] + places.astype(np.int64)).reshape(-1)
-    others = generator.choice(count, min(REFERENCES, count), replace=False)
-    states, near = data.states[others], list[Int64Array]()
-    squares, most = (states**2).sum(1), min(NEIGHBOURS, len(others) - 1)
-    for part in np.array_split(queries, -(-len(queries) // 100)):
-        far = squares - 2 * data.states[part] @ states.T
-        far[data.episodes[part][:, None] == data.episodes[others]] = np.inf
-        near.append(others[np.argpartition(far, most, 1)[:, :most]])
+    references = generator.choice(count, min(REFERENCES, count), replace=False)
+    states, near = data.states[references], list[Int64Array]()
+    squares, most = (states**2).sum(1), min(NEIGHBOURS, len(references) - 1)
+    for chunk in np.array_split(queries, -(-len(queries) // 100)):
+        far = squares - 2 * data.states[chunk] @ states.T
+        far[data.episodes[chunk][:, None] == data.episodes[references]] = np.inf
+        near.append(references[np.argpartition(far, most, 1)[:, :most]])
     neighbours = data.actions[np.concatenate(near)]  # (n, neighbours, A)
 
     def distance(rows: Array) -> Float64Array:
@@ -548,9 +550,9 @@ def _action_errors(
 def _replicates(estimates: Array, seed: int, count: int = 1000) -> Float64Array:
     """Return (count,) bootstrap means of values (C, E): a critic, and first states, by chance."""
     generator, (critics, episodes) = np.random.default_rng(seed), estimates.shape
-    chosen = generator.integers(critics, size=count)
+    numbers = generator.integers(critics, size=count)
     picked = generator.integers(episodes, size=(count, episodes))
-    return np.asarray(estimates[chosen[:, None], picked].mean(1), np.float64)
+    return np.asarray(estimates[numbers[:, None], picked].mean(1), np.float64)
 
 
 def _p_value(pair: Array, error: float) -> float:
@@ -561,11 +563,11 @@ def _p_value(pair: Array, error: float) -> float:
     degrees of freedom by Welch and Satterthwaite.
     """
     differences = (pair[0] - pair[1]).mean(1).astype(np.float64)
-    sampling, whole = differences.var(ddof=1), differences.var(ddof=1) + error**2
-    if not whole:
+    sampling, variance = differences.var(ddof=1), differences.var(ddof=1) + error**2
+    if not variance:
         return 0.5
-    freedom = (len(differences) - 1) * (whole / max(sampling, 1e-9 * whole)) ** 2
-    return float(stats.t.sf(differences.mean() / np.sqrt(whole), freedom))
+    freedom = (len(differences) - 1) * (variance / max(sampling, 1e-9 * variance)) ** 2
+    return float(stats.t.sf(differences.mean() / np.sqrt(variance), freedom))
 
 
 def _validation_loss(trained: TrainedModel) -> float | None:
@@ -612,8 +614,8 @@ def _answer(rows: Sequence[JudgedPolicy], bias: float, spread: float) -> tuple[s
     if not close:
         p = max(row.p for row in others if row.p is not None) * len(others)
         chance = f"p = {p:.1g}" if p >= 0.001 else "p < 0.001"
-        rest = "the others" if len(rows) > 2 else others[0].label
-        return f"{first.label} is better than {rest} ({chance}){left}", [first.label]
+        loser = "the others" if len(rows) > 2 else others[0].label
+        return f"{first.label} is better than {loser} ({chance}){left}", [first.label]
     names = [first.label, *(row.label for row in close)]
     if len(close) == len(others) and len(names) > 2:
         return f"{unknown} the intervals of all overlap{left}", []
@@ -627,10 +629,10 @@ def _draw(choice: Choice, path: Path) -> None:
     figure = plots.new_figure()
     axes = figure.add_subplot()
     rows = choice.policies[::-1]
-    for place, row in enumerate(rows):
+    for height, row in enumerate(rows):
         color = plots.GREY if row.leaves else plots.BLUE
-        axes.plot([row.low, row.high], [place, place], color=color, linewidth=2)
-        axes.plot([row.estimate], [place], "o", color=color)
+        axes.plot([row.low, row.high], [height, height], color=color, linewidth=2)
+        axes.plot([row.estimate], [height], "o", color=color)
     lines = (("mean of the data", choice.data_mean, ":"), ("best", choice.data_best, "--"))
     for name, value, style in lines:
         axes.axvline(value, color=plots.ORANGE, linestyle=style, label=plots.label(name))

@@ -93,7 +93,7 @@ class Checkpoint:
 
             with _reading(self.path, SHARDED):
                 sharded = read_whole(self.path / SHARDED, TRAINING_PREFIX)
-                tensors |= unprefixed(sharded, TRAINING_PREFIX)
+                tensors |= strip_prefix(sharded, TRAINING_PREFIX)
         return tensors
 
     def _load(self, name: str) -> dict[str, Tensor]:
@@ -119,12 +119,12 @@ def while_removed(read: Callable[[], T]) -> T:
             return read()
 
 
-def prefixed(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
+def add_prefix(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
     """Return `tensors` with `prefix` before their names."""
     return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
-def unprefixed(tensors: Mapping[str, T], prefix: str) -> dict[str, T]:
+def strip_prefix(tensors: Mapping[str, T], prefix: str) -> dict[str, T]:
     """Return those whose names begin with `prefix`, without it."""
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
@@ -176,12 +176,12 @@ def read_checkpoint(path: Path, *, training: bool = True) -> Checkpoint:
     """Verify a checkpoint; what acting does not need is left out unless `training`."""
     state = read_state(path)
     with _reading(path, "contents"):
-        wanted = (CONFIG, MODEL, TRAINING, *state.shards) if training else (CONFIG, MODEL)
+        names = (CONFIG, MODEL, TRAINING, *state.shards) if training else (CONFIG, MODEL)
         if training and state.shards:
-            there = {f"{SHARDED}/{name}" for name in os.listdir(path / SHARDED)}
-            if there != {*state.shards}:  # all files there are read
+            present = {f"{SHARDED}/{name}" for name in os.listdir(path / SHARDED)}
+            if present != {*state.shards}:  # all files there are read
                 raise run_damaged(path, f"other files in {SHARDED} than {STATE} names")
-        for name in wanted:
+        for name in names:
             if file_facts(path / name) != state.files[name]:
                 raise run_damaged(path, f"{name} does not match its digest")
         config = read_regular(path / CONFIG, most=MAX_STATE_BYTES)
@@ -223,17 +223,17 @@ def _reading(path: Path, name: str) -> Iterator[None]:
         raise run_damaged(path, error.problem) from error  # of the recipe
     except FileNotFoundError as error:
         if not path.exists():
-            what, remedy = "the checkpoint was removed meanwhile", "choose another one"
-            raise RemovedCheckpoint("RUN_NOT_FOUND", what, str(path), remedy) from error
+            problem, remedy = "the checkpoint was removed meanwhile", "choose another one"
+            raise RemovedCheckpoint("RUN_NOT_FOUND", problem, str(path), remedy) from error
         raise run_damaged(path, f"{Path(str(error.filename)).name} is missing") from error
     except OSError as error:
         if error.errno == errno.EINVAL:
             raise run_damaged(
                 path, f"{Path(str(error.filename)).name}: {error.strerror}"
             ) from error
-        what = f"the checkpoint cannot be read: {error.strerror or error}"
+        problem = f"the checkpoint cannot be read: {error.strerror or error}"
         remedy = "check its permissions and the disk; nothing says that it is damaged"
-        raise UnreadableCheckpoint("RUN_DAMAGED", what, str(path), remedy) from error
+        raise UnreadableCheckpoint("RUN_DAMAGED", problem, str(path), remedy) from error
     except Exception as error:  # what json, pydantic, safetensors and torch's reader find
         if is_out_of_memory(error):
             raise
@@ -272,11 +272,11 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 def prune(folder: Path, keep: Keep) -> None:
     """Remove the checkpoints that need not stay, and let the link ``best`` lead to the best."""
     checkpoints = list_checkpoints(folder)
-    kept = [path.name for step, path in checkpoints if step == keep.best]
-    if kept:
+    best_names = [path.name for step, path in checkpoints if step == keep.best]
+    if best_names:
         link, best = folder / ".partial-best", folder / "best"
         link.unlink(missing_ok=True)
-        link.symlink_to(kept[0])
+        link.symlink_to(best_names[0])
         if best.is_dir() and not best.is_symlink():
             remove_checkpoint(best)  # the run was copied by something that follows links
         os.replace(link, best)
@@ -314,15 +314,15 @@ def find_checkpoint(run: Path, which: str | int | None = None) -> Path:
             )
             raise InputError("USAGE", problem, where="checkpoint", remedy=remedy)
         return run.resolve()
-    known = {str(step): path for step, path in list_checkpoints(folder)}
-    steps = ", ".join(known) or "none"
-    if known:
-        known["last"] = [*known.values()][-1]
+    by_name = {str(step): path for step, path in list_checkpoints(folder)}
+    steps = ", ".join(by_name) or "none"
+    if by_name:
+        by_name["last"] = [*by_name.values()][-1]
     if (folder / "best").is_dir():
-        known["best"] = folder / "best"
+        by_name["best"] = folder / "best"
     name = "last" if which is None else str(which).lstrip("0") or "0"
-    if name in known:
-        return known[name].resolve()
+    if name in by_name:
+        return by_name[name].resolve()
     problem = f"no checkpoint {name!r}"
     remedy = f"use last, best (once the run has evaluated) or a step; there are: {steps}"
     raise InputError("RUN_NOT_FOUND", problem, str(folder), remedy)

@@ -65,7 +65,7 @@ def whole_lines(path: Path, *, after: int = 0) -> Iterator[tuple[bytes, str, int
         return
     except OSError as error:  # a link, a directory, a device
         problem = f"it is no file of a run ({os.strerror(error.errno or 0)})"
-        raise _damaged(problem, str(path), "it") from error
+        raise _damage_error(problem, str(path), "it") from error
 
 
 def read_lines(path: Path, kind: type[R]) -> Iterator[R]:
@@ -90,11 +90,11 @@ def parse_record(line: bytes, where: str) -> dict[str, Any]:
         if not 0 <= record["step"] < MOST_STEPS:
             raise ValueError
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise _damaged("a line is not a record with a step", where, "that line") from error
+        raise _damage_error("a line is not a record with a step", where, "that line") from error
     return record
 
 
-def _damaged(problem: str, where: str, cause: str) -> InputError:
+def _damage_error(problem: str, where: str, cause: str) -> InputError:
     return InputError("RUN_DAMAGED", problem, where=where, remedy=f"remove {cause}")
 
 

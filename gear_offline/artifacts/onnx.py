@@ -48,12 +48,12 @@ def write_policy(
     steps = torch.export.Dim("L", min=1, max=length)
     batch = torch.export.Dim("B", min=1)
     sizes: Any = {0: batch, 1: steps}
-    inputs, seen = ["observations"], sizes
+    inputs, observation_sizes = ["observations"], sizes
     if len(policy.columns) > 1:
         inputs = [f"observations/{name}" for name in policy.columns]
-        seen = dict.fromkeys(policy.columns, sizes)
+        observation_sizes = dict.fromkeys(policy.columns, sizes)
     inputs += ["actions", "goals" if policy.goals else "returns_to_go", "timesteps"]
-    shapes = (seen, sizes, sizes, sizes)
+    shapes = (observation_sizes, sizes, sizes, sizes)
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses packages not needed here
     unread = redirect_stderr(StringIO())  # whole graphs, where it fails
     with (
@@ -103,40 +103,40 @@ class _ActingModel(nn.Module):
         self,
         observations: Tensor | dict[str, Tensor],
         actions: Tensor,
-        asked: Tensor,
+        condition: Tensor,
         timesteps: Tensor,
     ) -> Tensor:
         first, *others = self._window.columns
         if self.model.facts.goals:
-            asked = first.states(asked)
+            condition = first.states(condition)
         else:
-            asked = self._window.returns(asked)[..., None]
-        named = observations if isinstance(observations, dict) else {first.name: observations}
+            condition = self._window.returns(condition)[..., None]
+        by_name = observations if isinstance(observations, dict) else {first.name: observations}
         states: Any = {
-            c.name: c.states(rows) if (rows := named[c.name]).is_floating_point() else rows
+            c.name: c.states(rows) if (rows := by_name[c.name]).is_floating_point() else rows
             for c in self._window.columns
         }  # frames stay bytes
         features = self.model.remember(states if others else states[first.name])
         timesteps, steps = timesteps.clamp(0, self._last), timesteps.shape[1]
-        place = torch.full_like(timesteps[:, 0], steps - 1)
-        inputs: list[Tensor] = [features, actions, asked, timesteps]
+        last_step = torch.full_like(timesteps[:, 0], steps - 1)
+        inputs: list[Tensor] = [features, actions, condition, timesteps]
         if not self.model.short_windows:  # they are whole always
-            left = self._window.context_length - steps
-            blanks = [x.new_zeros(x.shape[0], left, *x.shape[2:]) for x in inputs]
+            missing = self._window.context_length - steps
+            blanks = [x.new_zeros(x.shape[0], missing, *x.shape[2:]) for x in inputs]
             inputs = [torch.cat(pair, 1) for pair in zip(inputs, blanks, strict=True)]
-        features, actions, asked, timesteps = inputs
-        return predict_actions(self.model, features, actions, asked, timesteps, place)
+        features, actions, condition, timesteps = inputs
+        return predict_actions(self.model, features, actions, condition, timesteps, last_step)
 
 
 def _example(policy: Policy, length: int) -> tuple[Any, ...]:
     """Return inputs of two environments, zeros."""
-    shape, seen = (2, length), dict[str, Tensor]()
+    shape, observed = (2, length), dict[str, Tensor]()
     for scales, column in zip(policy.window.columns, policy.columns.values(), strict=True):
-        kind = torch.float64 if scales.state_dtype == "float64" else torch.float32
-        kind = torch.uint8 if column.frames == "uint8" else kind
-        seen[scales.name] = torch.zeros((*shape, *column.state_shape), dtype=kind)
-    observations: Any = seen if len(seen) > 1 else next(iter(seen.values()))
+        dtype = torch.float64 if scales.state_dtype == "float64" else torch.float32
+        dtype = torch.uint8 if column.frames == "uint8" else dtype
+        observed[scales.name] = torch.zeros((*shape, *column.state_shape), dtype=dtype)
+    observations: Any = observed if len(observed) > 1 else next(iter(observed.values()))
     numbers = torch.zeros(shape, dtype=torch.int64)
     actions = numbers if policy.discrete else torch.zeros((*shape, policy.action_dim))
-    asked = torch.zeros_like(observations) if policy.goals else torch.zeros(shape)
-    return observations, actions, asked, numbers.clone()
+    condition = torch.zeros_like(observations) if policy.goals else torch.zeros(shape)
+    return observations, actions, condition, numbers.clone()

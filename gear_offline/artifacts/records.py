@@ -50,7 +50,7 @@ class MetricsRecord(_Record):
 
 
 class DataSummary(_Record):
-    """What a run knows of its data; of several tasks all together."""
+    """Facts of a run's data; of several tasks all together."""
 
     episodes: int
     steps: int
@@ -113,7 +113,7 @@ class TaskResult(_Record):
     targets: tuple[TargetResult, ...] = ()  # in the order asked
 
     @field_serializer("reference")
-    def _whole(self, scores: ReferenceScores | None) -> Any:
+    def _serialize_reference(self, scores: ReferenceScores | None) -> Any:
         return scores and scores.model_dump()  # also what was not set
 
     def normalized(self, value: float | None) -> float | None:
@@ -220,8 +220,8 @@ class EvaluationReport(Printed, TaskResult):
     @property
     def tasks(self) -> tuple[TaskResult, ...]:
         """The result of each task."""
-        named = self.named.items()
-        return tuple(task.model_copy(update={"name": n}) for n, task in named) or (self,)
+        results = self.named.items()
+        return tuple(task.model_copy(update={"name": n}) for n, task in results) or (self,)
 
     @property
     def ranking(self) -> float | None:
@@ -239,8 +239,8 @@ class EvaluationReport(Printed, TaskResult):
     def print(self, *, console: Terminal | None = None) -> None:
         """Print a table a task, one row a target."""
         console = console or Terminal()
-        place = f" at step {self.step:,}" if self.step is not None else ""
-        heading = f"{self.run or 'policy'}{place}"
+        moment = f" at step {self.step:,}" if self.step is not None else ""
+        heading = f"{self.run or 'policy'}{moment}"
         for task in self.tasks:
             task.print_targets(console, f"{task.name}: {heading}" if task.name else heading)
         if len(self.named) > 1:

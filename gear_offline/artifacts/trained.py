@@ -148,7 +148,7 @@ def load_policy(
     name = run_or_folder if revision is None else f"{os.fspath(run_or_folder)}@{revision}"
     trained = find_trained(name, checkpoint, model=model)
     policy = trained.policy(task, where)
-    own = _achieved(trained, task, policy.facts)
+    own = _read_achieved(trained, task, policy.facts)
     policy.facts = policy.facts.model_copy(update={"achieved": own})
     return policy
 
@@ -204,7 +204,9 @@ def _by_itself(made: SequenceModel, window: Window, facts: PolicyFacts, path: st
     return TrainedModel(made, recipe, window, facts)
 
 
-def _achieved(trained: TrainedModel, task: str | None, facts: PolicyFacts) -> tuple[Achieved, ...]:
+def _read_achieved(
+    trained: TrainedModel, task: str | None, facts: PolicyFacts
+) -> tuple[Achieved, ...]:
     """Return the results of the newest evaluation of these weights in the policy's environment."""
     if trained.run is None:
         return trained.facts.achieved

@@ -213,7 +213,7 @@ class RunWriter(Closing):
 
 
 def _held_out_text(learner: Learner) -> str:
-    """Return how much is held out and how much of it is counted, as a clause."""
+    """Return the share held out and the part of it that is counted, as a clause."""
     if (validation := learner.validation) is None:
         return ""
     spec, windows = validation.dataset.spec, validation.windows

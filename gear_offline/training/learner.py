@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gear_offline.artifacts.checkpoint import prefixed, unprefixed
+from gear_offline.artifacts.checkpoint import add_prefix, strip_prefix
 from gear_offline.artifacts.trained import TrainedModel
 from gear_offline.batches.sampling.items import Items
 from gear_offline.batches.tables.fields import Window
@@ -314,16 +314,16 @@ class Learner:
         total, *parts = self.validation.losses(self.working, self.precision).values()
         names = (part_name(name) for name in self.loss_names)  # none of a single loss
         values = {"loss": total} | dict(zip(names, parts, strict=False))
-        return prefixed("validation/", values)
+        return add_prefix("validation/", values)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return a checkpoint's tensors besides parameters and loader; moments as they lie."""
         self.check()
         tensors = self.optimizer.state() | random_states(self.world, self.device)
         tensors["window"] = self.window.of_all(self.world)
-        arrays = prefixed(ITEMS, self._items.state(self.loader.step))
+        arrays = add_prefix(ITEMS, self._items.state(self.loader.step))
         if self.loader.loss_sampler is not None:
-            arrays |= prefixed(SELECTION, self.loader.loss_sampler.state())
+            arrays |= add_prefix(SELECTION, self.loader.loss_sampler.state())
         return tensors | {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def load(
@@ -341,7 +341,7 @@ class Learner:
         take_over(self.model.state_dict(), model)
         self.optimizer.refresh()
         self.optimizer.load_state(tensors)
-        if items := unprefixed(tensors, ITEMS):
+        if items := strip_prefix(tensors, ITEMS):
             self._items.load_state({name: tensor.numpy() for name, tensor in items.items()})
         if self.growing is not None:
             # not by steps: another run may have admitted pieces at earlier ones since
@@ -349,7 +349,7 @@ class Learner:
             dataset = self.growing.follow(known[0]) if known else self.growing.go_to(step)
             self._grow(dataset, loader["step"])
         if self.loader.loss_sampler is not None:
-            masses = unprefixed(tensors, SELECTION)
+            masses = strip_prefix(tensors, SELECTION)
             state = {name: tensor.numpy() for name, tensor in masses.items()}
             self.loader.loss_sampler.load_state(state)
         self.loader.load_state_dict(dict(loader))

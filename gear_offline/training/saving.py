@@ -31,12 +31,12 @@ from gear_offline.artifacts.checkpoint import (
     TRAINING_PREFIX,
     Keep,
     SavedState,
+    add_prefix,
     checkpoint_name,
     newest_checkpoint,
-    prefixed,
     prune,
     run_damaged,
-    unprefixed,
+    strip_prefix,
     write_checkpoint,
 )
 from gear_offline.errors import NO_SPACE, GearError
@@ -105,12 +105,12 @@ class Saver:
     def _tensors(self) -> dict[str, Tensor]:
         """Return the tensors that this rank writes, by name in the checkpoint."""
         model, training = self._learner.model.state_dict(), self._learner.tensors()
-        tensors = prefixed(MODEL_PREFIX, model) | prefixed(TRAINING_PREFIX, training)
+        tensors = add_prefix(MODEL_PREFIX, model) | add_prefix(TRAINING_PREFIX, training)
         if self._shards is None:
             return tensors if self._world.is_first else {}
         spread = {n: t for n, t in tensors.items() if is_spread(t)}
-        spread |= prefixed(MODEL_PREFIX, model)  # with buffers, which every rank has
-        pieces = prefixed(SHARD_PREFIX, self._shards.pieces(spread))
+        spread |= add_prefix(MODEL_PREFIX, model)  # with buffers, which every rank has
+        pieces = add_prefix(SHARD_PREFIX, self._shards.pieces(spread))
         whole = {n: t for n, t in tensors.items() if n not in spread}
         return whole | pieces if self._world.is_first else pieces
 
@@ -123,18 +123,18 @@ class Saver:
         keep: Keep,
     ) -> None:
         tensors = copies()
-        model, is_whole = unprefixed(tensors, MODEL_PREFIX), False
+        model, is_whole = strip_prefix(tensors, MODEL_PREFIX), False
         try:
             if self._shards is not None:
                 from gear_offline.artifacts.sharded import read_whole
 
-                files = self._shards.write(place / SHARDED, unprefixed(tensors, SHARD_PREFIX))
-                state = state.model_copy(update={"files": prefixed(f"{SHARDED}/", files)})
+                files = self._shards.write(place / SHARDED, strip_prefix(tensors, SHARD_PREFIX))
+                state = state.model_copy(update={"files": add_prefix(f"{SHARDED}/", files)})
                 if self._world.is_first:
-                    model = unprefixed(read_whole(place / SHARDED, MODEL_PREFIX), MODEL_PREFIX)
+                    model = strip_prefix(read_whole(place / SHARDED, MODEL_PREFIX), MODEL_PREFIX)
             if self._world.is_first:
                 self.before()
-                training = unprefixed(tensors, TRAINING_PREFIX)
+                training = strip_prefix(tensors, TRAINING_PREFIX)
                 write_checkpoint(place, state, config, model, training)
                 self._full, is_whole = None, True
                 self.written.append(state.step)
@@ -220,8 +220,8 @@ def restore(learner: Learner, folder: Path, say: Callable[[str], None]) -> float
 
     def read() -> dict[str, Tensor]:
         assert checkpoint is not None, "the first rank reads"
-        tensors = prefixed(TRAINING_PREFIX, checkpoint.tensors(shards=not in_parts))
-        return tensors if in_parts else tensors | prefixed(MODEL_PREFIX, checkpoint.weights())
+        tensors = add_prefix(TRAINING_PREFIX, checkpoint.tensors(shards=not in_parts))
+        return tensors if in_parts else tensors | add_prefix(MODEL_PREFIX, checkpoint.weights())
 
     tensors = world.send_tensors(world.lead(read))
     try:
@@ -229,11 +229,11 @@ def restore(learner: Learner, folder: Path, say: Callable[[str], None]) -> float
             from gear_offline.artifacts.sharded import read_into
 
             moments = {n: t for n, t in learner.optimizer.state().items() if is_spread(t)}
-            held = prefixed(MODEL_PREFIX, learner.model.state_dict())
-            held |= prefixed(TRAINING_PREFIX, moments)
+            held = add_prefix(MODEL_PREFIX, learner.model.state_dict())
+            held |= add_prefix(TRAINING_PREFIX, moments)
             read_into(path / SHARDED, held)
             tensors |= held
-        model, training = (unprefixed(tensors, p) for p in (MODEL_PREFIX, TRAINING_PREFIX))
+        model, training = (strip_prefix(tensors, p) for p in (MODEL_PREFIX, TRAINING_PREFIX))
         learner.load(step=state.step, model=model, tensors=training, loader=state.loader)
     except (KeyError, RuntimeError) as error:
         raise run_damaged(path, f"it does not fit the recipe ({error})") from error
@@ -278,7 +278,7 @@ def _snapshot(
 
     def on_host() -> dict[str, Tensor]:
         event.synchronize()
-        return copies | parts(_fetched(held.pop(), device))
+        return copies | parts(_fetch(held.pop(), device))
 
     return on_host
 
@@ -293,7 +293,7 @@ def _room(device: torch.device, nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
-def _fetched(memory: Tensor, device: torch.device) -> Tensor:
+def _fetch(memory: Tensor, device: torch.device) -> Tensor:
     """Return bytes in host memory, those of a GPU fetched without its other streams."""
     if not memory.is_cuda:
         return memory

@@ -79,8 +79,8 @@ def try_model(
             trier.ask_predict()
         if narrow:
             trier.ask_narrow()
-    seen = trier.sees_timesteps
-    return replace(trial, remarks=tuple(trier.remarks), sees_timesteps=seen)
+    sees_timesteps = trier.sees_timesteps
+    return replace(trial, remarks=tuple(trier.remarks), sees_timesteps=sees_timesteps)
 
 
 class _Trier:
@@ -92,8 +92,8 @@ class _Trier:
         self.sees_timesteps = True
         self.counts: list[str] = []  # attributes that change from step to step
         if odd := [key for key, v in model.state_dict().items() if not isinstance(v, Tensor)]:
-            what = f"its state dict has {odd[0]}, which is no tensor"
-            raise self._fault(what, "make it a buffer")
+            problem = f"its state dict has {odd[0]}, which is no tensor"
+            raise self._fault(problem, "make it a buffer")
         fullest = batch.attention_mask.sum(1).argsort(descending=True, stable=True)
         self.batch = batch.part(fullest.repeat(2)[:2]).contiguous()
         self.fresh, self.tried = self._made_anew(1), self._made_anew(2)
@@ -102,11 +102,11 @@ class _Trier:
 
     def ask_losses(self) -> Trial:
         """Ask one model for a step, the other for the same step after one on another batch."""
-        other = copy.deepcopy(self.batch)
+        different = copy.deepcopy(self.batch)
         for name in (*LATER,)[:4]:
-            self._move(other, name, 0)
+            self._move(different, name, 0)
         first = self._step(self.fresh, self.batch)
-        self._step(self.tried, other)
+        self._step(self.tried, different)
         after = self._step(self.tried, self.batch)
         reason = f"its losses draw from {' and '.join(sorted(self.drawn))}" if self.drawn else None
         self.counts = _differing(_attributes(self.fresh), _attributes(self.tried))
@@ -114,18 +114,20 @@ class _Trier:
             held = dict(self.fresh.named_buffers())  # of which a graph has the changes
             if frozen := [name for name in self.counts if name not in held]:
                 reason = f"Python counts in {frozen[0]}"
-            what = f"changes {', '.join(self.counts[:5])} from step to step, and no checkpoint has "
+            remark = (
+                f"changes {', '.join(self.counts[:5])} from step to step, and no checkpoint has "
+            )
             self._remark(
-                f"{what}such an attribute: make it a buffer that is saved, register_buffer"
+                f"{remark}such an attribute: make it a buffer that is saved, register_buffer"
             )
         elif any(_apart(first[name], after[name], EXACT) for name in first):
             reason = "its losses change by what is in Python"
-            what = "has other losses for the same batch, weights and seed: keep what changes in "
-            self._remark(f"{what}buffers, and draw by torch, numpy.random or random")
-        named = self.fresh.named_parameters()
+            remark = "has other losses for the same batch, weights and seed: keep what changes in "
+            self._remark(f"{remark}buffers, and draw by torch, numpy.random or random")
+        parameters = self.fresh.named_parameters()
         return Trial(
             names=tuple(first) if len(first) > 1 else (),
-            unreached=frozenset(n for n, p in named if p.requires_grad and p.grad is None),
+            unreached=frozenset(n for n, p in parameters if p.requires_grad and p.grad is None),
             freezes=reason and f"{reason}: numbers of Python are the same in each replay",
         )
 
@@ -134,31 +136,35 @@ class _Trier:
         facts = self.model.facts
         with torch.no_grad(), calling_part(MODELS, "trying act()", self.name):
             window = self._window()
-            chosen = self._act(self.tried, window)
-            is_float = chosen.is_floating_point()
-            wanted: Any = (2, facts.action_dim) if is_float or not facts.discrete else (2,)
-            if chosen.shape != wanted or not (is_float or facts.discrete):
-                what = f"act() gave {chosen.dtype} of shape {tuple(chosen.shape)}, not floats "
-                raise self._fault(f"{what}{wanted}", "return one action for each window")
-            if _apart(chosen, self._act(self.tried, window), EXACT):
-                what = "acts otherwise each time in the same situation: keep nothing from one act()"
-                self._remark(f"{what} to the next, and draw by torch, numpy.random or random")
+            actions = self._act(self.tried, window)
+            is_float = actions.is_floating_point()
+            shape: Any = (2, facts.action_dim) if is_float or not facts.discrete else (2,)
+            if actions.shape != shape or not (is_float or facts.discrete):
+                problem = f"act() gave {actions.dtype} of shape {tuple(actions.shape)}, not floats "
+                raise self._fault(f"{problem}{shape}", "return one action for each window")
+            if _apart(actions, self._act(self.tried, window), EXACT):
+                problem = (
+                    "acts otherwise each time in the same situation: keep nothing from one act()"
+                )
+                self._remark(f"{problem} to the next, and draw by torch, numpy.random or random")
                 return
             moved = replace(window, timesteps=facts.max_timestep - 1 - window.timesteps)
-            self.sees_timesteps = _apart(chosen, self._act(self.tried, moved))
-            if not self.counts and _apart(chosen, self._act(self.fresh, window)):
-                what = "made anew with its state dict it acts otherwise: what it has learnt would "
+            self.sees_timesteps = _apart(actions, self._act(self.tried, moved))
+            if not self.counts and _apart(actions, self._act(self.fresh, window)):
+                problem = (
+                    "made anew with its state dict it acts otherwise: what it has learnt would "
+                )
                 remedy = "keep modules in nn.ModuleList, tensors in nn.Parameter or register_buffer"
-                raise self._fault(f"{what}be lost", remedy)
-            if _apart(chosen, self._act(self.tried, window, seed=1), EXACT):
-                what = "draws random numbers while it acts, as dropout does that heeds no mode"
-                self._remark(f"{what}: the same situation gives other actions")
+                raise self._fault(f"{problem}be lost", remedy)
+            if _apart(actions, self._act(self.tried, window, seed=1), EXACT):
+                problem = "draws random numbers while it acts, as dropout does that heeds no mode"
+                self._remark(f"{problem}: the same situation gives other actions")
                 return
             alone = [self._act(self.tried, window, rows=slice(n, n + 1)) for n in range(2)]
-            if _apart(chosen, torch.cat(alone)):
-                what = "its action in one environment depends on those beside it in the batch"
+            if _apart(actions, torch.cat(alone)):
+                problem = "its action in one environment depends on those beside it in the batch"
                 remedy = "keep windows apart: theirs is the first dimension (batch_first=True)"
-                raise self._fault(what, remedy)
+                raise self._fault(problem, remedy)
 
     def ask_recomputed(self) -> None:
         """Ask for the step again with blocks that are computed twice."""
@@ -171,8 +177,8 @@ class _Trier:
         twins = {name: (b, c) for (name, b), c in buffers} | gradients
         wrong = [name for name, (b, c) in twins.items() if b is not None and _apart(b, c)]
         if wrong:
-            what = f"computed twice, its blocks give another {wrong[0]}"
-            raise self._fault(what, "use train.recompute=false")
+            problem = f"computed twice, its blocks give another {wrong[0]}"
+            raise self._fault(problem, "use train.recompute=false")
 
     def ask_predict(self) -> None:
         """Ask whether the action of a step depends on what comes after it."""
@@ -185,15 +191,15 @@ class _Trier:
             for step in sorted({0, most // 2, most - 1}):
                 leaks = []
                 for name, text in LATER.items():
-                    other = copy.deepcopy(batch)
-                    self._move(other, name, step + (name not in ("actions", "rewards")))
-                    if _apart(right[:, step], self._predict(other)[:, step]):
+                    changed = copy.deepcopy(batch)
+                    self._move(changed, name, step + (name not in ("actions", "rewards")))
+                    if _apart(right[:, step], self._predict(changed)[:, step]):
                         leaks.append(text.format(step))
                 if leaks:
-                    what = f"predict()[:, {step}] depends on {' and '.join(leaks)}, "
+                    problem = f"predict()[:, {step}] depends on {' and '.join(leaks)}, "
                     remedy = "use a causal mask, and actions of the steps before: "
                     remedy += "before = torch.roll(batch.actions, 1, 1); before[:, 0] = 0"
-                    raise self._fault(f"{what}unknown while acting", remedy)
+                    raise self._fault(f"{problem}unknown while acting", remedy)
 
     def ask_narrow(self) -> None:
         """Ask for a step by weights in 16 bits."""
@@ -214,20 +220,20 @@ class _Trier:
         return made.to(self.batch.device)
 
     def _window(self) -> PlayedWindow:
-        """Return what acting shows: a window of one step, and a full one."""
+        """Return windows as acting shows them: one of one step, and a full one."""
         batch = self.batch
         steps = torch.arange(self.model.facts.context_length, device=batch.device)
-        place = steps[[0, -1]]
-        is_real, is_done = steps <= place[:, None], steps < place[:, None]
+        last_steps = steps[[0, -1]]
+        is_real, is_done = steps <= last_steps[:, None], steps < last_steps[:, None]
         features = self.tried.eval().remember(batch.states)
-        asked = batch.get("returns_to_go", torch.zeros_like(features[..., :1]))
+        returns = batch.get("returns_to_go", torch.zeros_like(features[..., :1]))
         return PlayedWindow(
-            self.tried.recalled(features * is_real.unsqueeze(-1)),
+            self.tried.recall(features * is_real.unsqueeze(-1)),
             batch.actions * is_done.view(2, -1, *[1] * (batch.actions.ndim - 2)),
-            None if self.model.facts.goals else asked * is_real.unsqueeze(-1),
+            None if self.model.facts.goals else returns * is_real.unsqueeze(-1),
             batch.goals,
             batch.timesteps * is_real,
-            place,
+            last_steps,
         )
 
     def _act(
@@ -254,26 +260,28 @@ class _Trier:
             values: Any = list(losses.values()) if isinstance(losses, dict) else [losses]
             wrong = [x for x in values if not isinstance(x, Tensor) or x.shape != shape]
             if wrong or not values or not isinstance(losses, dict):
-                shown = wrong or values
-                shapes = [tuple(getattr(x, "shape", ())) or type(x).__name__ for x in shown]
-                what = f"losses() gave {type(losses).__name__} of {shapes}, not a dict of tensors "
+                reported = wrong or values
+                shapes = [tuple(getattr(x, "shape", ())) or type(x).__name__ for x in reported]
+                problem = (
+                    f"losses() gave {type(losses).__name__} of {shapes}, not a dict of tensors "
+                )
                 remedy = 'return {"action": ((predicted - batch.actions) ** 2).mean(-1)}'
-                raise self._fault(f"{what}(B, K), here {shape}", remedy)
+                raise self._fault(f"{problem}(B, K), here {shape}", remedy)
             total: Any = total_loss(losses).sum()
             if not total.requires_grad:
-                what = "no loss reaches a parameter that learns"
-                raise self._fault(what, "give it one, such as nn.Linear")
+                problem = "no loss reaches a parameter that learns"
+                raise self._fault(problem, "give it one, such as nn.Linear")
             total.backward()
         with torch.no_grad(), calling_part(MODELS, "trying after_step()", self.name):
             model.after_step()
         return {name: loss.detach() for name, loss in losses.items()}
 
     def _losses(self, model: SequenceModel, batch: Batch) -> Any:
-        """Return what `losses` gives, and take note of what it draws from besides torch."""
+        """Return the result of `losses`; note the generators besides torch's that it draws from."""
         seed_all(0)
-        kind, device = self.precision, batch.device
+        dtype, device = self.precision, batch.device
         before = host_random(device)
-        half = torch.autocast(device.type, dtype=kind, enabled=kind is not None)
+        half = torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
         with half, warnings.catch_warnings():
             warnings.filterwarnings("error", "Using a target size")  # a mean over a broadcast
             losses = model.train().losses(copy.deepcopy(batch))
@@ -303,20 +311,20 @@ class _Trier:
 
 
 def _unlearnt(model: SequenceModel) -> list[Tensor]:
-    """Return what checkpoints have and no optimiser changes: buffers and frozen parameters."""
+    """Return the tensors of checkpoints that no optimiser changes: buffers, frozen parameters."""
     state = model.state_dict(keep_vars=True).values()
     return [tensor for tensor in state if not tensor.requires_grad]
 
 
-def _apart(values: Tensor, others: Tensor, share: float = ALIKE) -> bool:
+def _apart(values: Tensor, expected: Tensor, share: float = ALIKE) -> bool:
     """Return true if tensors differ by more than a share of their largest number."""
-    values, others = values.double(), others.double()
+    values, expected = values.double(), expected.double()
     near = share * float(values.abs().nan_to_num().max()) + share / 100 if values.numel() else 0.0
-    return not torch.allclose(values, others, rtol=0.0, atol=near, equal_nan=True)
+    return not torch.allclose(values, expected, rtol=0.0, atol=near, equal_nan=True)
 
 
 def _attributes(model: SequenceModel) -> dict[str, Any]:
-    """Return what no checkpoint has of a model's modules, and of its class, by name."""
+    """Return attributes of a model's modules and class that no checkpoint has, by name."""
     classes = [c for c in type(model).__mro__ if not c.__module__.startswith(("gear_", "torch."))]
     found = {name: v for c in reversed(classes) for name, v in vars(c).items() if name[:2] != "__"}
     for path, module in model.named_modules():
@@ -346,17 +354,21 @@ def _content(value: Any, depth: int = 0) -> list[Any]:
     return content
 
 
-def _differing(some: Mapping[str, list[Any]], others: Mapping[str, list[Any]]) -> list[str]:
+def _differing(firsts: Mapping[str, list[Any]], seconds: Mapping[str, list[Any]]) -> list[str]:
     """Return the names under which two models have other content."""
 
-    def same(one: Any, other: Any) -> bool:
-        if isinstance(one, Tensor) and isinstance(other, Tensor):
-            return one.shape == other.shape and not _apart(one, other, EXACT)
-        return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else one == other
+    def is_equal(first: Any, second: Any) -> bool:
+        if isinstance(first, Tensor) and isinstance(second, Tensor):
+            return first.shape == second.shape and not _apart(first, second, EXACT)
+        return (
+            bool(np.array_equal(first, second))
+            if isinstance(first, np.ndarray)
+            else first == second
+        )
 
     return [
         name
-        for name, content in others.items()
-        if len(content) != len(some.get(name, ()))
-        or not all(map(same, some.get(name, ()), content))
+        for name, content in seconds.items()
+        if len(content) != len(firsts.get(name, ()))
+        or not all(map(is_equal, firsts.get(name, ()), content))
     ]

@@ -118,7 +118,7 @@ class Facts:
 
 
 class SamplerFacts(TypedDict, total=False):
-    """What is known of a sampler besides its draws; see the attributes of `Sampler`."""
+    """Facts of a sampler besides its draws; see the attributes of `Sampler`."""
 
     name: str
     options: Mapping[str, Any]

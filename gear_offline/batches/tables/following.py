@@ -1,4 +1,4 @@
-"""What follows each step, for learners of values: the next state, and how the episode ends there.
+"""Extra columns of what follows a step: the next state, and how the episode ends there.
 
 These are extra columns that are in no file: ``next_states`` are the states after each step, as
 ``batch.states`` holds them; ``terminated`` is true at the last step of an episode that the
