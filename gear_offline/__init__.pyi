@@ -2,7 +2,6 @@
 
 from gear_offline.analysis.audit import audit as audit
 from gear_offline.analysis.blame import blame as blame
-from gear_offline.analysis.choose import choose as choose
 from gear_offline.analysis.spikes import find_spikes as find_spikes
 from gear_offline.analysis.strategies import compare_strategies as compare_strategies
 from gear_offline.artifacts.export import export_policy as export_policy
@@ -30,6 +29,7 @@ from gear_offline.data.sources import pick_episodes as pick_episodes
 from gear_offline.errors import GearError as GearError
 from gear_offline.errors import InputError as InputError
 from gear_offline.errors import UnavailableError as UnavailableError
+from gear_offline.evaluation.choose import choose as choose
 from gear_offline.evaluation.collect.act import act as act
 from gear_offline.evaluation.collect.collection import collect as collect
 from gear_offline.loaders.batch import Batch as Batch

@@ -10,6 +10,7 @@ import pytest
 import gear_offline as go
 from gear_offline.cli.main import main
 from gear_offline.data.convert.conversion import convert
+from gear_offline.runs.report import write_report
 from tests.support import ArraySource, Captured, make_dataset, one_error
 
 pytestmark = pytest.mark.usefixtures("no_reports")
@@ -81,6 +82,37 @@ def test_what_the_data_never_did_is_not_judged(tmp_path: Path, runs: dict[str, P
     assert max(row.outside for row in choice.policies) > 0.5
 
 
+def test_a_policy_alone_is_compared_with_the_data(tmp_path: Path, runs: dict[str, Path]) -> None:
+    """The data act as ``0.3 state`` and noise, so one is better than they are, one is not."""
+    data, verdicts = guessing(tmp_path, 0.3, 0.9, seed=1), dict[str, str]()
+    for name, run in runs.items():
+        choice = go.choose(run, data=data, gamma=GAMMA, steps=800, critics=3, device="cpu")
+        verdicts[name] = choice.answer
+        assert choice.best == (("good",) if name == "good" else ())
+    assert verdicts["good"].startswith("good is better than what the data did (p ")
+    assert "better" not in verdicts["poor"]
+
+
+def test_a_run_is_judged_when_it_ends(tmp_path: Path, capsys: Captured) -> None:
+    options = {
+        "data.path": str(guessing(tmp_path, 0.3, 0.9)), "train.steps": 3, "evaluate.episodes": 0,
+        "train.device": "cpu", "evaluate.offline": True,
+    }  # fmt: skip
+    run = go.train("smoke", options, out=tmp_path / "run")
+    answer = json.loads((run.path / "summary.json").read_text())["choice"]["answer"]
+    assert f"judged by its data: {answer}" in capsys.readouterr().err
+    page = write_report(run.path).read_text()
+    assert answer in page and (run.path / "plots" / "choice.png").is_file()
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    columns = {name: np.ones((40, 1), "f4") for name in ("observations", "actions")}
+    convert(ArraySource(columns, [20, 20], terminated=[False, False]), bare / "x", quiet=True)
+    options |= {"data.path": str(bare / "x"), "model.kind": "mlp"}
+    with one_error("COLUMN", "the data have no rewards"):
+        go.train("smoke", options, out=tmp_path / "other", quiet=True)
+    assert not list((tmp_path / "other").rglob("step-*")), "it is told before training"
+
+
 def test_equal_policies_are_not_told_apart(tmp_path: Path, runs: dict[str, Path]) -> None:
     data = guessing(tmp_path, 0.3, 0.9, seed=1)
     copy = tmp_path / "copy"
@@ -132,8 +164,6 @@ def test_the_command_and_what_it_refuses(
     assert {row["label"] for row in document["policies"]} == {"good", "poor"}
     assert main(["choose", str(tmp_path / "none"), str(runs["good"])]) == 2
     assert "RUN_NOT_FOUND" in capsys.readouterr().err
-    with one_error("USAGE", "nothing to choose from"):
-        go.choose([runs["good"]], device="cpu")
     other = make_dataset(tmp_path, [5, 5]).path
     with one_error("MODEL", "the policy's actions have 1 elements, the data's 3"):
         go.choose(list(runs.values()), data=other, device="cpu")

@@ -63,6 +63,7 @@ class RunSummary(_Record):
 
     steps: int
     data: DataSummary | None = None
+    choice: dict[str, Any] | None = None  # of `gear_offline.choose`, with evaluate.offline
 
 
 class TargetResult(_Record):

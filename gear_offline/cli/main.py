@@ -473,7 +473,7 @@ def choose(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Choose a policy from data alone, without its environment."""
+    """Choose a policy from data alone, or compare one with what the data did."""
     given = options(locals())
     from gear_offline.artifacts.checkpoint import open_trained
 

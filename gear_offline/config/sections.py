@@ -688,6 +688,8 @@ class EvaluateSettings(PlaySettings):
 
     episodes: Count = 100
     """Episodes for each target; 0: no evaluation while training."""
+    offline: bool = False
+    """Judge the policy by its data when training ends, as gear-offline choose does."""
     environments: Positive | Literal["auto"] = "auto"
     """Environments that step together for each target; auto: 20 on the CPU, up to 256 on a GPU."""
     seed: Count = 1000

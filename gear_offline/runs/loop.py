@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from gear_offline.artifacts.checkpoint import Keep, remove_partial
+from gear_offline.artifacts.trained import TrainedModel
 from gear_offline.batches.tables.joint import TableData
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import Closing, write_error
@@ -28,6 +29,7 @@ from gear_offline.core.text import quote, say
 from gear_offline.core.torch_state import torch_threads
 from gear_offline.distributed.world import World, current, open_world, rank_device, resolve_device
 from gear_offline.errors import GearError
+from gear_offline.evaluation.choose import check_judged
 from gear_offline.runs.callbacks import Callback, Callbacks, recipe_callbacks
 from gear_offline.runs.data import open_growing, prepare_dataset
 from gear_offline.runs.directory import RunDirectory, default_run_path
@@ -144,6 +146,9 @@ def begin_run(
             recipe, sizes, dataset, device, world=world, growing=growing, start=weights
         )
         held.callback(learner.release)
+        if recipe.evaluate.offline:
+            trained = TrainedModel(learner.model, recipe, learner.loader.window)
+            check_judged(trained, dataset, run.path)
         callbacks = (*trackings(recipe.train), *recipe_callbacks(recipe), *callbacks)
         listeners = held.enter_context(Callbacks(run, callbacks if world.is_first else ()))
         try:

@@ -93,6 +93,7 @@ def write_report(run: str | os.PathLike[str], *, final: EvaluationReport | None 
         final=final,
         sections=sections,
         data=data,
+        choice=summary and summary.choice,
         settings=_own_settings(recipe) if recipe else {},
         curve=CURVE if losses else None,
     )

@@ -17,6 +17,8 @@ from gear_offline.core.files import Closing, write_file
 from gear_offline.core.progress import Progress
 from gear_offline.core.system import versions
 from gear_offline.core.text import count_text, finite, say
+from gear_offline.errors import GearError
+from gear_offline.evaluation.choose import choose
 from gear_offline.runs.callbacks import Callbacks
 from gear_offline.runs.evaluations import RunEvaluations
 from gear_offline.runs.run import best_of
@@ -25,6 +27,7 @@ from gear_offline.training.saving import Saver
 
 # of a summary, of the process that did the steps
 SPEEDS = ("seconds", "steps_per_second", "data_wait_share", "save_wait_share", "throughput")
+JUDGED = "choice"  # key of a summary: what the data say of the policy
 
 
 class RunWriter(Closing):
@@ -143,7 +146,9 @@ class RunWriter(Closing):
             summary, file = self._summary(), self._path / "summary.json"
             if not steps and before is not None and before.steps == learner.step:
                 earlier = json.loads(file.read_bytes())
-                summary |= {name: earlier[name] for name in SPEEDS if name in earlier}
+                summary |= {n: earlier[n] for n in (*SPEEDS, JUDGED) if n in earlier}
+            elif self._recipe.evaluate.offline:
+                summary[JUDGED] = self._judge()
             content = json.dumps(finite(summary), indent=2, allow_nan=False) + "\n"
             write_file(file, content.encode())
             stopped = learner.step < self._recipe.train.steps
@@ -168,6 +173,19 @@ class RunWriter(Closing):
         say(f"{text}; report in {report.with_suffix('.html')}", quiet=self._quiet)
         if learner.growing is not None and not learner.growing.admissions:
             say("no episode that actors appended was admitted", quiet=self._quiet)
+
+    def _judge(self) -> dict[str, Any] | None:
+        """Return the answer of `choose` about the policy, JSON-able; None if there is none."""
+        plot = self._path / "plots" / "choice.png"
+        plot.parent.mkdir(exist_ok=True)
+        device = str(self._learner.device)
+        try:
+            choice = choose(self._path, device=device, out=plot, overwrite=True, quiet=self._quiet)
+        except GearError as error:  # the run is complete all the same
+            say(f"{self._recipe.name}: not judged by its data: {error}")
+            return None
+        say(f"{self._recipe.name}: judged by its data: {choice.answer}", quiet=self._quiet)
+        return choice.to_json() | {"plot": plot.relative_to(self._path).as_posix()}
 
     def _summary(self) -> dict[str, Any]:
         """Return the summary of a complete run, JSON-able but for NaN and infinities."""

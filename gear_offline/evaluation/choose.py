@@ -1,7 +1,7 @@
 """Choose a policy without its environment: from data alone, and say when they cannot tell.
 
 Each policy acts on the data's own histories (`act_on_data`), then fitted Q evaluation estimates its
-return from the episodes' first states (`gear_offline.analysis.fitted_q`).  An estimate is worth
+return from the episodes' first states (`gear_offline.evaluation.fitted_q`).  An estimate is worth
 something only where a policy does what the data have: what it does elsewhere, nobody has seen.
 Three things are looked at besides.  First, the share of a policy's actions that no similar state of
 the data has.  Second, the disagreement of critics that saw other episodes.  Third, the error of the
@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
-from gear_offline.analysis.fitted_q import Transitions, fit_critics
 from gear_offline.artifacts.json_lines import last_record
 from gear_offline.artifacts.trained import TrainedModel, find_trained
 from gear_offline.batches.tables.following import next_column
+from gear_offline.batches.tables.joint import TableData
 from gear_offline.batches.tables.returns import sum_returns
 from gear_offline.config.arguments import check_arguments
 from gear_offline.config.sections import asked_returns
@@ -39,13 +38,13 @@ from gear_offline.data.dataset.dataset import Dataset, open_dataset
 from gear_offline.data.dataset.split import HeldOut
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError, given_path
+from gear_offline.evaluation.fitted_q import Transitions, fit_critics
 from gear_offline.models.kinds import MODELS
 from gear_offline.models.policy import Policy
-from gear_offline.runs.run import Run
 
 EPISODES_AT_ONCE = 512  # that a policy acts in together
 MOST_STEPS = 200_000  # of the data; beyond, some of the episodes, by the seed
-SHORTEST, LONGEST = 20, 100  # steps of the horizon, 1 / (1 - gamma)
+SHORTEST, LONGEST = 5, 100  # steps of the horizon, 1 / (1 - gamma)
 QUERIED, QUERIES = 100, 20  # episodes, and steps of each, that are looked at for strange actions
 REFERENCES, NEIGHBOURS = 20_000, 20  # steps that are searched for similar ones, and found
 USUAL = 0.05  # share of the data's own actions that counts as outside
@@ -73,7 +72,7 @@ class JudgedPolicy:
     outside: float  # share of its actions that no similar state of the data has
     action_error: float  # on the best tenth of (held-out) episodes; deviations, or share of others
     validation_loss: float | None
-    p: float | None  # that the best estimate is no better; None: its own
+    p: float  # that the best is no better than it; of one policy alone, that the data are not
 
     @property
     def leaves(self) -> bool:
@@ -125,7 +124,7 @@ class Choice(Printed, Document):
 @torch_threads(None)
 @check_arguments()
 def choose(
-    policies: Sequence[Run | str | os.PathLike[str]],
+    policies: Sequence[str | os.PathLike[str]] | str | os.PathLike[str],
     *,
     data: Dataset | str | os.PathLike[str] | None = None,
     targets: Any = None,
@@ -145,7 +144,8 @@ def choose(
     Parameters
     ----------
     policies
-        Runs, checkpoints or policy folders, of one task each.
+        Runs, checkpoints or policy folders, of one task each.  One alone is compared with what
+        the data did.
     data
         Dataset to judge by, or a view of one; default that of the first run.
     targets
@@ -154,7 +154,7 @@ def choose(
         As of `gear_offline.load_policy`.
     gamma
         Discount of the estimated return; default by the mean length L of the episodes,
-        ``1 - 1 / min(max(L / 4, 20), 100)``.
+        ``1 - 1 / min(max(L / 4, 5), 100)``.
     critics, steps
         Critics of each policy, and their training.
     seed
@@ -176,7 +176,7 @@ def choose(
     Raises
     ------
     InputError
-        ``RUN_NOT_FOUND``; ``USAGE`` for fewer than two policies or targets, or one given twice;
+        ``RUN_NOT_FOUND``; ``USAGE`` for a policy and target given twice;
         ``MODEL`` for policies of frames, goals or several tasks, or of other data; ``COLUMN`` for
         data without rewards, with NaN, or of one episode.
 
@@ -187,7 +187,7 @@ def choose(
     >>> import gear_offline as go
     >>> choice = go.choose(["runs/tiny"], targets=[7.0, 5.0], steps=20, device="cpu")
     >>> len(choice.policies), round(choice.data_best, 2)
-    (2, 6.03)
+    (2, 3.95)
     """
     plot = None if out is None else given_path(out, "OUTPUT_WRITE", where="out")
     if plot is not None and plot.suffix not in (".png", ".svg"):
@@ -204,7 +204,7 @@ def choose(
     sample = _choose_episodes(dataset, seed)
     columns = dict.fromkeys(c.name for each in trained.values() for c in each.window.columns)
     for path, each in trained.items():
-        _check_fits(each, dataset, path)
+        check_judged(each, dataset, path)
     record = read_steps(dataset, list(columns), sample)
     acted = list[tuple[Array, Array]]()
     with Progress("acting on the data", total=len(candidates), unit="policies", quiet=quiet) as bar:
@@ -237,6 +237,7 @@ def choose(
     spread = float(np.ptp(returns))
     bias, error = abs(float(means[0] - returns.mean())), ERROR * spread
     best = 1 + int(means[1:].argmax())
+    rivals = [0 if len(candidates) == 1 else best] * len(candidates)  # 0: what the data did
     for number, (path, each, target) in enumerate(candidates):
         replicates = _replicates(estimates[1 + number], seed)
         low, high = np.quantile(replicates, [0.025, 0.975])
@@ -253,7 +254,7 @@ def choose(
                 outside=float(outside[number]),
                 action_error=float(errors[number]),
                 validation_loss=_validation_loss(each),
-                p=None if 1 + number == best else _p_value(estimates[[best, 1 + number]], error),
+                p=_p_value(estimates[[rivals[number], 1 + number]], error),
             )
         )
     rows.sort(key=lambda row: -row.estimate)
@@ -376,9 +377,6 @@ def _candidates(
     listed = [
         (path, trained[path], t) for path in paths for t in _targets(trained[path], asked, path)
     ]
-    if len(listed) < 2:
-        remedy = "name two runs or more, or several --targets of one"
-        raise InputError("USAGE", "there is nothing to choose from", remedy=remedy)
     seen = set[tuple[Path, float | None]]()
     for path, _, target in listed:
         if (path.resolve(), target) in seen:
@@ -434,8 +432,11 @@ def _targets(
     return tuple(targets)
 
 
-def _check_fits(trained: TrainedModel, dataset: Dataset, path: Path) -> None:
+def check_judged(trained: TrainedModel, dataset: TableData, path: Path) -> None:
     """Refuse a policy that cannot act on the data, and data without rewards."""
+    if not isinstance(dataset, Dataset):
+        remedy = "use evaluate.offline=false"
+        raise InputError("MODEL", "data of several tasks judge no policy", str(path), remedy)
     facts, shapes = trained.model.facts, {spec.name: spec.shape for spec in dataset.spec}
     discrete = dataset.spec["actions"].dtype.kind in "iub"
     problem = ""
@@ -566,8 +567,10 @@ def _p_value(pair: Array, error: float) -> float:
     sampling, variance = differences.var(ddof=1), differences.var(ddof=1) + error**2
     if not variance:
         return 0.5
+    from scipy.special import stdtr  # 0.1 s to import
+
     freedom = (len(differences) - 1) * (variance / max(sampling, 1e-9 * variance)) ** 2
-    return float(stats.t.sf(differences.mean() / np.sqrt(variance), freedom))
+    return float(stdtr(freedom, -differences.mean() / np.sqrt(variance)))
 
 
 def _validation_loss(trained: TrainedModel) -> float | None:
@@ -606,20 +609,29 @@ def _answer(rows: Sequence[JudgedPolicy], bias: float, spread: float) -> tuple[s
         return f"{unknown} the returns of their episodes do not differ", []
     if bias > MOST_MISSED * spread:
         return f"{unknown} critics miss the data's own mean return by {short(bias)}", []
-    if len(judged) < 2 or rows[0].leaves:
+    if len(judged) < min(2, len(rows)) or rows[0].leaves:
         return f"{unknown} policies do what similar states of the data never did: {shares}", []
     first, *others = judged
+    if not others:
+        for p, word in ((1 - first.p, "better"), (first.p, "worse")):
+            if p < LEVEL:
+                text = f"{first.label} is {word} than what the data did ({_p_text(p)})"
+                return text, [first.label] if word == "better" else []
+        return f"{first.label} and what the data did cannot be told apart", []
     level = LEVEL / len(others)  # Bonferroni's
-    close = [row for row in others if row.p is not None and row.p >= level]
+    close = [row for row in others if row.p >= level]
     if not close:
-        p = max(row.p for row in others if row.p is not None) * len(others)
-        chance = f"p = {p:.1g}" if p >= 0.001 else "p < 0.001"
+        p = max(row.p for row in others) * len(others)
         loser = "the others" if len(rows) > 2 else others[0].label
-        return f"{first.label} is better than {loser} ({chance}){left}", [first.label]
+        return f"{first.label} is better than {loser} ({_p_text(p)}){left}", [first.label]
     names = [first.label, *(row.label for row in close)]
     if len(close) == len(others) and len(names) > 2:
         return f"{unknown} the intervals of all overlap{left}", []
     return f"{', '.join(names[:-1])} or {names[-1]}{left}", names
+
+
+def _p_text(p: float) -> str:
+    return f"p = {p:.1g}" if p >= 0.001 else "p < 0.001"
 
 
 def _draw(choice: Choice, path: Path) -> None:
