@@ -1,6 +1,6 @@
 """Readers of foreign formats, and sources that are combined of others.
 
-`uri` has the table of readers; `base` says what every source offers, `episode_ends` where episodes
+`formats` lists the readers, `uri` opens what a user names; `base` says what every source offers, `episode_ends` where episodes
 end, `hdf5` reads files from outside without trusting them; `combine` and `edit` change a source.
 """
 

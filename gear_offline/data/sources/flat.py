@@ -38,7 +38,7 @@ EDITS = ("mapped", "reward_edits")  # attributes that a policy in the environmen
 OPTIONAL = ("rewards", "next_observations", *FLAGS)
 
 
-def open_hdf5(file: Hdf5File, request: SourceRequest) -> Source:
+def open_table(file: Hdf5File, request: SourceRequest) -> Source:
     """Open an HDF5 file of D4RL's or the generic layout."""
     attributes, environment = file.attributes(), file.attributes().get("env_id")
     facts: dict[str, Any] = {"attributes": attributes, "metadata": file.metadata()}

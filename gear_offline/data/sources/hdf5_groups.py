@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,9 +25,9 @@ from gear_offline.data.dataset.scores import dataset_of_file
 from gear_offline.data.sources.base import Piece, Source, SourceInfo, SourceRequest
 from gear_offline.data.sources.columns import common_columns, row_kinds, some_names, split_names
 from gear_offline.data.sources.combine import observation_vectors
-from gear_offline.data.sources.d4rl import is_gymnasium_id
+from gear_offline.data.sources.d4rl import EXPORTED, is_gymnasium_id
 from gear_offline.data.sources.flags import FLAGS, flag_values
-from gear_offline.data.sources.flat import OPTIONAL, find_columns
+from gear_offline.data.sources.flat import OPTIONAL, find_columns, open_table
 from gear_offline.data.sources.hdf5 import Hdf5Dataset, Hdf5File
 from gear_offline.data.sources.input_files import by_number, misfit
 
@@ -59,6 +60,17 @@ class Number(NamedTuple):
         """Return rows ``[start, stop)``."""
         rows = np.full(stop - start, self.value)
         return rows & (np.arange(start, stop) == self.steps - 1) if self.at_end else rows
+
+
+def open_hdf5(path: Path, request: SourceRequest) -> Source:
+    """Open an HDF5 file by its layout; with a key, which may be empty, it is robomimic's."""
+    with Hdf5File(path.absolute()) as file:
+        is_exported = file.attribute("/", EXPORTED) is not None
+        if not is_exported and (groups := episode_groups(file, request.names)):
+            return open_groups(file, groups, request)
+        if request.key is None:
+            return open_table(file, request)
+    raise misfit("no group data/demo_0", path, "leave robomimic: out for another layout")
 
 
 def open_groups(file: Hdf5File, groups: Mapping[str, Group], request: SourceRequest) -> Source:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -9,10 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
-from gear_offline.core.files import FileIdentity, file_identity, open_regular
+from gear_offline.core.files import FileIdentity, file_identity, open_regular, read_regular
 from gear_offline.errors import GearError, InputError
 
+MAX_JSON_BYTES = 64 << 20
 APART = "files are missing, damaged, out of order or of several sources: get them again"
 
 
@@ -76,6 +79,20 @@ def reading_errors(file_type: str, where: Path | str) -> Iterator[None]:
         problem = f"not a readable {file_type} file: {why}"
         remedy = "it is damaged or cut short: get it again"
         raise InputError("SOURCE_READ", problem, str(where), remedy) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object that a file of JSON holds."""
+    with reading_errors(path.name, path):
+        return dict(json.loads(read_regular(path, most=MAX_JSON_BYTES)))
+
+
+def read_json_lines(path: Path, names: Sequence[str]) -> list[tuple[Any, ...]]:
+    """Return the values of these names in each line of a file of JSON."""
+    with reading_errors(path.name, path):
+        lines = read_regular(path, most=MAX_JSON_BYTES).splitlines()
+        rows = [json.loads(line) for line in lines if line.strip()]
+        return [tuple(row[name] for name in names) for row in rows]
 
 
 def changed_error(name: str) -> InputError:

@@ -10,31 +10,36 @@ Shape legend: N steps, E episodes.
 from __future__ import annotations
 
 import glob
-import json
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gear_offline.core.files import read_regular
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.data.sources.base import READ_BYTES, Piece, Source, SourceInfo, SourceRequest
 from gear_offline.data.sources.columns import row_kinds, split_names
 from gear_offline.data.sources.combine import CODES, observation_vectors
-from gear_offline.data.sources.input_files import InputFile, by_number, misfit, reading_errors
+from gear_offline.data.sources.input_files import (
+    InputFile,
+    by_number,
+    misfit,
+    read_json,
+    read_json_lines,
+    reading_errors,
+)
 from gear_offline.data.sources.parquet import Column, ParquetFile, Shards, is_numeric, step_rows
 from gear_offline.data.sources.pictures import image_pixels, video_frames
 from gear_offline.data.sources.row_marks import runs
 from gear_offline.errors import InputError
 
 INFO = Path("meta", "info.json")
-MAX_INFO_BYTES = 64 << 20
 # where data and videos lie unless info.json says otherwise, by version
 PATHS = {
     2: (
@@ -103,8 +108,8 @@ class _Folder:
         self.notes: list[str] = []
         self._columns: dict[str, Column] = {}
         self._sizes: dict[str, tuple[int, ...]] = {}  # of the first frame of a column
+        self.info = read_json(path / INFO)
         with reading_errors("info.json", path / INFO):
-            self.info: dict[str, Any] = json.loads(read_regular(path / INFO, most=MAX_INFO_BYTES))
             self.version = int(self.info["codebase_version"].removeprefix("v").split(".")[0])
             self.chunk = int(self.info.get("chunks_size", 1000))
             self.features = dict[str, Mapping[str, Any]](self.info["features"])
@@ -140,16 +145,14 @@ class _Folder:
 
     def _listed_lengths(self) -> dict[int, int]:
         """Return the steps of each episode that the folder's own list has."""
-        lengths, plain = dict[int, int](), self.path / "meta" / "episodes.jsonl"
-        names = ("episode_index", "length")
-        with reading_errors(plain.name, plain):
-            text = read_regular(plain, most=MAX_INFO_BYTES) if plain.is_file() else b""
-            rows = (json.loads(line) for line in text.splitlines() if line.strip())
-            lengths |= {row[names[0]]: row[names[1]] for row in rows}
-        for meta in map(ParquetFile, (self.path / "meta" / "episodes").glob("*/*.parquet")):
-            for batches in zip(*map(meta.batches, names), strict=True):
-                lengths |= zip(*(values.to_pylist() for _, values in batches), strict=True)
-        return lengths
+        plain, names = self.path / "meta" / "episodes.jsonl", ("episode_index", "length")
+        rows = read_json_lines(plain, names) if plain.is_file() else []
+        return dict(chain(rows, self._listed(*names)))
+
+    def _listed(self, *names: str) -> Iterator[tuple[Any, ...]]:
+        """Yield columns of the list of episodes of version 3, row by row."""
+        for file in (self.path / "meta" / "episodes").glob("*/*.parquet"):
+            yield from _rows(ParquetFile(file), names)
 
     def _blocks(self, name: str) -> Iterator[tuple[int, Array]]:
         """Yield a column of one number a step in blocks, with their first steps of all."""
@@ -174,18 +177,14 @@ class _Folder:
         """Return the names of the numbers of ``task_index``, and of columns like it."""
         codes = dict[str, dict[str, str]]()
         for column in (name for name in columns if name.endswith("task_index")):
-            plain = self.path / "meta" / f"{column.removesuffix('_index')}s.jsonl"
-            table, pairs = plain.with_suffix(".parquet"), list[tuple[Any, Any]]()
-            if table.is_file():
+            text = column.removesuffix("_index")
+            plain, pairs = self.path / "meta" / f"{text}s.jsonl", list[tuple[Any, ...]]()
+            if (table := plain.with_suffix(".parquet")).is_file():
                 file = ParquetFile(table)
                 name = next(n for n in (*file.schema.names, "") if n != column)
-                for batches in zip(file.batches(column), file.batches(name), strict=True):
-                    pairs += zip(*(values.to_pylist() for _, values in batches), strict=True)
+                pairs += _rows(file, (column, name))
             elif plain.is_file():
-                with reading_errors(plain.name, plain):
-                    lines = read_regular(plain, most=MAX_INFO_BYTES).splitlines()
-                    rows = [json.loads(line) for line in lines if line.strip()]
-                    pairs = [(row[column], row[column.removesuffix("_index")]) for row in rows]
+                pairs += read_json_lines(plain, (column, text))
             codes |= {column: {str(number): str(text) for number, text in pairs}} if pairs else {}
         return codes
 
@@ -258,16 +257,19 @@ class _Folder:
                 places[number] = self._place("video_path", fields), 0.0
         else:
             keys = ("chunk_index", "file_index", "from_timestamp")
-            names = ["episode_index", *(f"videos/{name}/{key}" for key in keys)]
-            for meta in map(ParquetFile, (self.path / "meta" / "episodes").glob("*/*.parquet")):
-                for batches in zip(*map(meta.batches, names), strict=True):
-                    rows = (values.to_pylist() for _, values in batches)
-                    for number, chunk, file, begin in zip(*rows, strict=True):
-                        fields |= {"chunk_index": chunk, "file_index": file}
-                        places[number] = self._place("video_path", fields), float(begin)
+            names = ("episode_index", *(f"videos/{name}/{key}" for key in keys))
+            for number, chunk, file, begin in self._listed(*names):
+                fields |= {"chunk_index": chunk, "file_index": file}
+                places[number] = self._place("video_path", fields), float(begin)
         if missing := set(self.episodes) - set(places):
             raise misfit(f"no video {name} of episode {min(missing)}", self.path / "meta")
         paths = dict.fromkeys(places[number][0] for number in self.episodes)
         files = {path: InputFile.find(self.path / path) for path in paths}
         self.videos += files.values()
         return [(files[path], begin) for path, begin in map(places.__getitem__, self.episodes)]
+
+
+def _rows(file: ParquetFile, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    """Yield the values of columns of a file, row by row."""
+    for batches in zip(*map(file.batches, names), strict=True):
+        yield from zip(*(values.to_pylist() for _, values in batches), strict=True)

@@ -24,18 +24,22 @@ from typing import Any
 
 import numpy as np
 
-from gear_offline.core.files import read_regular
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.data.sources.base import Piece, Source, SourceInfo, SourceRequest, read_scores
 from gear_offline.data.sources.columns import Kinds, common_columns, row_kinds
 from gear_offline.data.sources.hdf5 import SUFFIXES, Hdf5File
-from gear_offline.data.sources.input_files import InputFile, files_in, misfit, reading_errors
+from gear_offline.data.sources.input_files import (
+    InputFile,
+    files_in,
+    misfit,
+    read_json,
+    reading_errors,
+)
 from gear_offline.data.sources.parquet import ArrowFile, ParquetFile
 from gear_offline.errors import InputError, package_needed
 
 MAIN_FILE, METADATA_FILE = "main_data.hdf5", "metadata.json"
-MAX_METADATA_BYTES = 64 << 20
 LONG = ("observation_space", "action_space", "env_spec", "eval_env_spec")  # of the metadata
 MAX_EPISODE_BYTES = 2 << 30  # minari decodes an episode as a whole
 KEPT_BYTES = 320 << 20  # of decoded episodes: those of a shard are not decoded for each column
@@ -226,13 +230,13 @@ def _read_metadata(data: Path) -> dict[str, Any]:
     if not path.exists():
         problem = "the dataset has no metadata.json, as those of Minari before 0.5"
         raise InputError("SOURCE_READ", problem, str(data), REMEDY)
+    metadata = read_json(path)
     with reading_errors("metadata.json", path):
-        metadata = json.loads(read_regular(path, most=MAX_METADATA_BYTES))
         # Without spaces minari would make the environment, whose module a stranger may have named.
         if not all(isinstance(metadata[f"{of}_space"], str) for of in ("observation", "action")):
             raise ValueError("no metadata of Minari")
         int(metadata["total_episodes"]), int(metadata.get("total_steps", 0))
-        return dict(metadata)
+    return metadata
 
 
 def _data_files(data: Path, metadata: Mapping[str, Any]) -> tuple[InputFile, ...]:

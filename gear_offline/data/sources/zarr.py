@@ -24,9 +24,15 @@ from gear_offline.errors import InputError, package_needed
 
 MAX_CHUNKS, MAX_BYTES = 1 << 22, 512 << 20  # of a chunk, or of all that are not there
 MAX_HEADER_BYTES, MAX_FACT_CHARS = 16 << 20, 500
-HEADERS = (".zarray", ".zattrs", ".zgroup", ".zmetadata", "zarr.json")
+ROOTS = (".zgroup", "zarr.json")
+HEADERS = (".zarray", ".zattrs", ".zmetadata", *ROOTS)
 SAFE = "store numbers in chunks of about 1 MiB"
 USUAL = {"actions": "action", "rewards": "reward", "observations": "state"}
+
+
+def is_store(path: Path) -> bool:
+    """Tell a folder that is a store."""
+    return any((path / name).is_file() for name in ROOTS)
 
 
 def open_zarr(path: Path, request: SourceRequest) -> Source:
@@ -42,7 +48,7 @@ def open_zarr(path: Path, request: SourceRequest) -> Source:
         sizes = {entry.filename: entry.file_size for entry in archive.infolist()}
     store: Any = zarr.storage.ZipStore(path, mode="r") if archive else path
     headers = [name for name in sizes if name.split("/")[-1] in HEADERS]
-    if not {".zgroup", "zarr.json"} & {*headers}:
+    if not {*ROOTS} & {*headers}:
         raise InputError("SOURCE_READ", "no zarr store", str(path), "unpack a zip of anything else")
     for name in headers:
         if sizes[name] > MAX_HEADER_BYTES:

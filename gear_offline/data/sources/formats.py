@@ -1,0 +1,161 @@
+"""The formats that are read: files or folders, the function that opens them, where episodes end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from gear_offline.data.dataset.dataset import open_dataset
+from gear_offline.data.dataset.manifest import is_dataset
+from gear_offline.data.sources.base import Source, SourceRequest
+from gear_offline.data.sources.combine import dataset_source, with_columns
+from gear_offline.data.sources.dqn_replay import open_dqn_replay, replay_folder
+from gear_offline.data.sources.episode_ends import judge_ends
+from gear_offline.data.sources.flags import LIMIT, MEANING, find_flags, true_rows
+from gear_offline.data.sources.hdf5 import SUFFIXES
+from gear_offline.data.sources.hdf5_groups import open_hdf5
+from gear_offline.data.sources.input_files import misfit, reading_errors
+from gear_offline.data.sources.lerobot import INFO, open_lerobot
+from gear_offline.data.sources.minari import data_directory, open_minari
+from gear_offline.data.sources.npz import open_npz
+from gear_offline.data.sources.parquet import ARROW, open_parquet
+from gear_offline.data.sources.rules import CONVENTIONS
+from gear_offline.data.sources.zarr import is_store, open_zarr
+
+Ends = Literal["cut", "judged", "stored"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """Files, or folders, of one kind.
+
+    Attributes
+    ----------
+    open
+        Reader of one file or folder.
+    layouts
+        By the format that its sources bear, where episodes end: a rule has ``"cut"`` their rows, or
+        the format has ``"stored"`` them apart; ``"judged"`` ones too, whose flags at the last steps
+        tell how they ended.
+    suffixes
+        Of its files.  Without `is_folder`, those of a folder are one dataset.
+    is_folder
+        Tells a folder of this format, before those behind it; None: it has files alone.
+    names
+        How users name it, beside files of these suffixes.
+    """
+
+    open: Callable[[Path, SourceRequest], Source]
+    layouts: Mapping[str, Ends]
+    suffixes: tuple[str, ...] = ()
+    is_folder: Callable[[Path], Any] | None = None
+    names: str = ""
+
+
+HDF5 = Format(
+    open=open_hdf5,
+    layouts={"d4rl": "cut", "hdf5": "cut", "hdf5-groups": "judged", "robomimic": "stored"},
+    suffixes=SUFFIXES,
+    names="robomimic:FILE#FILTER_KEY, d4rl:NAME (d4rl:hopper-medium-v2)",
+)
+FORMATS = (
+    HDF5,
+    Format(open=open_npz, layouts={"npz": "cut", "ogbench": "cut"}, suffixes=(".npz",)),
+    Format(
+        open=open_parquet,
+        layouts={"parquet": "judged", "parquet-rows": "cut"},
+        suffixes=(".parquet",),
+    ),
+    Format(open=open_parquet, layouts={"arrow": "judged", "arrow-rows": "cut"}, suffixes=ARROW),
+    Format(
+        open=open_minari,
+        layouts={"minari": "stored"},
+        is_folder=data_directory,
+        names="minari:ID (minari:mujoco/hopper/medium-v0) or its directory",
+    ),
+    Format(
+        open=lambda path, _: dataset_source(open_dataset(path)),
+        layouts={"gear": "stored"},
+        is_folder=is_dataset,
+        names="a directory of GEAR shards",
+    ),
+    Format(
+        open=open_dqn_replay,
+        layouts={"dqn-replay": "stored"},
+        is_folder=replay_folder,
+        names="of DQN-Replay's checkpoints",
+    ),
+    Format(
+        open=open_lerobot,
+        layouts={"lerobot": "judged"},
+        is_folder=lambda path: (path / INFO).is_file(),
+        names="of a LeRobot dataset",
+    ),
+    Format(
+        open=open_zarr,
+        layouts={"zarr": "cut"},
+        suffixes=(".zip",),
+        is_folder=is_store,
+        names="of a zarr store (or its .zip)",
+    ),
+)
+FILE_FORMATS = tuple(form for form in FORMATS if form.is_folder is None)
+
+
+def list_formats() -> str:
+    """Return what is accepted, for a remedy."""
+    *suffixes, last = (suffix for form in FILE_FORMATS for suffix in form.suffixes)
+    files = f"a {', '.join(suffixes)} or {last} file, a folder of them"
+    names = ", ".join(form.names for form in FORMATS if form.names)
+    return f"accepted are {files}, {names}; others: docs/how-to/convert.md, Other files"
+
+
+def find_format(path: Path) -> Format | None:
+    """Return the format of a file, HDF5 unless its suffix tells another, or of a folder."""
+    if path.is_dir():
+        return next((f for f in FORMATS if f.is_folder and f.is_folder(path)), None)
+    return next((f for f in FORMATS if path.suffix.lower() in f.suffixes), HDF5)
+
+
+def open_format(form: Format, path: Path, request: SourceRequest) -> Source:
+    """Open a file or folder of a format, with ends that are judged and columns that are named."""
+    with reading_errors(path.suffix or "dataset", path):
+        source = form.open(path, request)
+        if (ends := form.layouts[source.info.format]) != "cut":
+            _judge(source, request, is_judged=ends == "judged")
+    flags = find_flags(source.stored_names, request.names).values()
+    for alias, origin in request.names.items() if not request.rule else ():
+        if origin in flags and alias not in MEANING:
+            source.warn(f"{origin}, now {alias}, still tells ends; --rule may name others")
+    return with_columns(source, request.names)
+
+
+def _judge(source: Source, request: SourceRequest, *, is_judged: bool) -> None:
+    """Judge how stored episodes ended, by a rule or the flags of the user or the format."""
+    terms = [term.partition("=") for term in (request.rule or "").split("|")]
+    fits = (n in (MEANING if is_valued else CONVENTIONS) for n, is_valued, _ in terms)
+    if request.rule and not any(fits):
+        problem = f"boundary rule {request.rule!r} does not apply"
+        problem += " to a format that stores episodes apart"
+        remedy = "leave it out, or say how they ended: done-and-timeout|steps=N, done-only, "
+        raise misfit(problem, request.uri, f"{remedy}FLAG-as-truncations")
+    names = request.names.items()
+    renamed = any(MEANING.get(name) not in (None, MEANING.get(origin)) for name, origin in names)
+    if not (request.rule or renamed or is_judged):
+        return
+    flags = find_flags(source.stored_names, request.names)
+    rows = {flag: source.column(source.find_column(origin)) for flag, origin in flags.items()}
+    lengths = source.episodes.lengths
+    for flag in (f for f in rows if MEANING[f] == LIMIT and source.info.format == "hdf5-groups"):
+        ends = () if request.rule else true_rows(rows[flag], flag, str(source.where))
+        if np.setdiff1d(ends, np.cumsum(lengths) - 1).size:
+            remedy = "read one: --columns observations=GROUP/observations,actions=GROUP/actions,..."
+            raise misfit(f"{flag} is true inside groups, of several episodes", source.where, remedy)
+    source.terminated, notes = judge_ends(rows, lengths, request.rule, where=str(source.where))
+    source.truncated = ~source.terminated
+    source.info = replace(source.info, rule=request.rule or source.info.rule)
+    source.warn(*notes)
