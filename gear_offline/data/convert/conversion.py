@@ -6,18 +6,13 @@ from episode lengths alone, each is a function of its own rows, and parts are me
 
 from __future__ import annotations
 
-import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
-from itertools import chain
+from pathlib import Path
 from threading import Event
 from typing import Any
-
-import numpy as np
 
 from gear_offline.config.arguments import check_arguments
 from gear_offline.core.files import new_directory, write_file
@@ -25,14 +20,16 @@ from gear_offline.core.parts import part_name
 from gear_offline.core.progress import Progress
 from gear_offline.core.text import say, texts
 from gear_offline.data.convert.doubts import (
+    check_required,
     doubt_actions,
+    doubt_columns,
     doubt_episodes,
     doubt_last_rows,
     doubt_order,
     observation_pairs,
     refuse_encoded,
 )
-from gear_offline.data.convert.edits import Edits, options_text
+from gear_offline.data.convert.edits import Edits
 from gear_offline.data.convert.record import (
     compare_mapped,
     digest_file,
@@ -56,20 +53,14 @@ from gear_offline.data.dataset.manifest import (
     SourceFile,
     is_only_dataset,
 )
-from gear_offline.data.dataset.schema import REWARDS, ColumnSpec, TableSpec
 from gear_offline.data.dataset.scores import known_scores
-from gear_offline.data.dataset.shard import RESERVED_NAMES
-from gear_offline.data.sources.base import Source, SourceInfo
-from gear_offline.data.sources.columns import kinds_of, split_names
+from gear_offline.data.sources.base import Source
 from gear_offline.data.sources.combine import pick_episodes
 from gear_offline.data.sources.edit import EpisodeFunction
-from gear_offline.data.sources.flags import PADDED
-from gear_offline.data.sources.flat import REQUIRED
 from gear_offline.errors import InputError, check_environment_id, given_path
 
 SHARD_BYTES = 256 << 20
 BLOCK_BYTES = 16 << 20
-MAX_WIDTH = 2 << 20  # numbers a step: the statistics of each take 90 bytes of a manifest
 
 
 @check_arguments()
@@ -188,76 +179,68 @@ def convert(
     is_parallel = workers > 1 or ray is not None
     can_reopen = path is not None and isinstance(map, str | None)  # in any process
     _check_options(shard_bytes, block_bytes, workers, usable=can_reopen or not is_parallel)
-    edits = Edits.parse(columns, rename or {}, shift or {}, map, where)
     if path is None and (rule or ends):
         remedy = "give rule to from_arrays or open_source"
         raise InputError("USAGE", "rule and ends come too late for an open source", "", remedy)
-    rule = "|".join(filter(None, [ends, rule])) if ends is not None else rule
+    edits = Edits.parse(
+        rule=rule if ends is None else "|".join(filter(None, [ends, rule])),
+        columns=columns,
+        rename=rename or {},
+        shift=shift or {},
+        function=map,
+        where=where,
+        discrete=discrete,
+    )
     scores = None if reference is None else known_scores(reference)
     with ExitStack() as stack:
-        if isinstance(source, Source):
-            opened = edits.name_columns(source)
-        else:
-            opened = stack.enter_context(edits.open(source, rule))
-            if (renamed := edits.name_hidden(opened)) != edits:
-                edits, opened = renamed, stack.enter_context(renamed.open(source, rule))
+        opened, edits = _open(source, edits, stack)
         if opened.info.format != "gear":  # of which it was said when they were made
             opened.warn(*doubt_episodes(opened, is_shifted=shift is not None))
         shifted = edits.shift_rows(opened)
         edits = edits.choose_episodes(opened, shifted)
         edited = edits.edit_episodes(shifted)
-        if REWARDS not in edited.spec:
-            name = "next.success" if "next.success" in edited.spec else "NAME"
-            lost = "no rewards, so no returns: goals and cloning need none"
-            edited.warn(f"{lost}; --rename {name}=rewards takes a column")
         if path is not None:
-            _check_required(edited, edits)
-        mask = edits.chosen_episodes
-        has_last = mask is None or bool(mask[-1])
-        stored = _pick_columns(edited, edits.columns, discrete)
+            check_required(edited, edits)
+        stored = edits.pick_columns(edited)
         refuse_encoded(edited, stored)
-        edited.warn(*_lost_columns(edited, edits, stored), *doubt_last_rows(shifted, has_last))
-        options = options_text(columns=columns, rule=rule, discrete=discrete)
-        info = edited.info = _describe(edited, edits, stored, options)
+        edited.warn(*doubt_columns(edited, edits, stored), *doubt_last_rows(shifted, edits))
+        edited.info = edits.describe(edited, stored)
+        recorded = name_environment(edited.info, environment, environment_options, scores)
         replaceable = is_only_dataset if overwrite else lambda path: False
-        folder = stack.enter_context(new_directory(target, replaceable=replaceable))
         plan = Plan(
             spec=edited.spec,
             columns=stored,
             bounds=shard_bounds(edited.episodes, stored, shard_bytes=shard_bytes),
             block_bytes=block_bytes,
             allow_nonfinite=allow_nonfinite,
-            folder=folder,
+            folder=stack.enter_context(new_directory(target, replaceable=replaceable)),
         )
-        reopened = (path, rule, edits) if path is not None and is_parallel else None
+        reopened = (path, edits) if path is not None and is_parallel else None
         shards, files = _write(edited, plan, reopened, workers, ray, quiet=quiet)
-        if len({file.digest for file in files}) < len(files) and "parts" in info.attributes:
-            edited.warn("files of the same content: episodes are there twice, which audit names")
-        recorded = name_environment(info, environment, environment_options, scores)
         manifest = make_manifest(edited, plan, shards, files, recorded)
-        dataset, facts = with_shards(folder, manifest), dict(manifest.source.attributes)
-        if map is not None:
-            facts |= compare_mapped(
-                shifted if mask is None else pick_episodes(shifted, mask), dataset
-            )
-        # what was written is read faster than what it was made of
-        pairs = observation_pairs(shifted)
-        is_same = map is None and len(observation_pairs(dataset)) == len(pairs)
-        if note := doubt_order(dataset if is_same else shifted):
-            facts["warnings"] = [*texts(facts.get("warnings")), note]
-        record = manifest.source.model_copy(update={"attributes": facts})
-        manifest = manifest.replace_fields(source=record)
-        lines = [*summary(manifest), *doubt_actions(dataset)]
-        write_file(folder / MANIFEST_NAME, manifest.encode())
+        manifest, lines = _look_back(manifest, plan.folder, shifted, edits)
+        write_file(plan.folder / MANIFEST_NAME, manifest.encode())
     for line in lines:
         say(line, quiet=quiet)
     return manifest
 
 
+def _open(
+    source: str | os.PathLike[str] | Source, edits: Edits, stack: ExitStack
+) -> tuple[Source, Edits]:
+    """Open the source under the names of the edits, to which those of hidden columns come."""
+    if isinstance(source, Source):
+        return edits.name_columns(source), edits
+    opened = stack.enter_context(edits.open(source))
+    if (renamed := edits.name_hidden(opened)) == edits:
+        return opened, edits
+    return stack.enter_context(renamed.open(source)), renamed
+
+
 def _write(
     source: Source,
     plan: Plan,
-    reopened: tuple[str | os.PathLike[str], str | None, Edits] | None,
+    reopened: tuple[str | os.PathLike[str], Edits] | None,
     workers: int,
     ray: str | None,
     *,
@@ -279,7 +262,28 @@ def _write(
         files = [future.result() for future in digests]
     for file in info.files:
         file.open().close()  # refuses one that has changed
+    if len({file.digest for file in files}) < len(files) and "parts" in info.attributes:
+        source.warn("files of the same content: episodes are there twice, which audit names")
     return shards, files
+
+
+def _look_back(
+    manifest: Manifest, folder: Path, shifted: Source, edits: Edits
+) -> tuple[Manifest, list[str]]:
+    """Add what the written rows tell to a manifest; return it, and lines for the user."""
+    dataset, facts = with_shards(folder, manifest), dict(manifest.source.attributes)
+    if edits.function is not None:
+        mask = edits.chosen_episodes
+        before = shifted if mask is None else pick_episodes(shifted, mask)
+        facts |= compare_mapped(before, dataset)
+    # what was written is read faster than what it was made of
+    pairs = observation_pairs(shifted)
+    is_same = edits.function is None and len(observation_pairs(dataset)) == len(pairs)
+    if note := doubt_order(dataset if is_same else shifted):
+        facts["warnings"] = [*texts(facts.get("warnings")), note]
+    record = manifest.source.model_copy(update={"attributes": facts})
+    manifest = manifest.replace_fields(source=record)
+    return manifest, [*summary(manifest), *doubt_actions(dataset)]
 
 
 def _check_options(shard_bytes: int, block_bytes: int, workers: int, *, usable: bool) -> None:
@@ -293,78 +297,3 @@ def _check_options(shard_bytes: int, block_bytes: int, workers: int, *, usable: 
     ):
         if not fits:
             raise InputError("USAGE", problem, remedy=remedy)
-
-
-def _check_required(source: Source, edits: Edits) -> None:
-    """Refuse a source without observations or actions, unless columns, or new names, leave them."""
-    groups = {name.split("/")[0] for name in (*kinds_of(source), *dict(edits.names).values())}
-    lacking = [name for name in REQUIRED if name not in groups]
-    if lacking and edits.columns is None and source.info.format != "gear":
-        subject = "map made" if edits.function is not None else "there are"
-        problem = f"{subject} no {' and no '.join(lacking)}"
-        remedy = f"return them from map, or name others: --rename NAME={lacking[0]}, --columns"
-        raise InputError("COLUMN", problem, source.info.uri, remedy)
-
-
-def _lost_columns(source: Source, edits: Edits, stored: Sequence[ColumnSpec]) -> list[str]:
-    """Return a warning of observations or actions that the user's names leave out."""
-    origins = chain(*map(split_names, dict(edits.names).values()))
-    before, after = (
-        {name.split("/")[0] for name in names}
-        for names in ((*kinds_of(source), *origins), (column.name for column in stored))
-    )
-    lost = [name for name in REQUIRED if name in before - after]
-    note = f"no {' and no '.join(lost)} with these --columns or --rename: training needs them"
-    note += ", or others by loader.observations" * (REQUIRED[0] in lost)
-    return [note] * bool(lost)
-
-
-def _describe(
-    source: Source, edits: Edits, stored: Sequence[ColumnSpec], options: list[str]
-) -> SourceInfo:
-    """Describe the source for the manifest: its edits and options, without other columns."""
-    info = source.info
-    if notes := edits.describe():
-        info = info.with_facts(edits=[*texts(info.attributes.get("edits")), *notes])
-    if options:
-        info = info.with_facts(options=options)
-    if edits.columns is None:
-        return info
-    names = dict(edits.names)
-    origins = {name for c in stored for name in (c.name, *split_names(names.get(c.name, c.name)))}
-    pattern = re.compile(r"(?:.*: )?column (\S+): |.* is the column (\S+)$")
-    matches = [(note, pattern.match(note)) for note in info.attributes.get("warnings", ())]
-    notes = [note for note, match in matches if not match or (match[1] or match[2]) in origins]
-    return info.with_facts(warnings=notes, left_out={})
-
-
-def _pick_columns(
-    source: Source, names: Sequence[str] | None, discrete: Sequence[str]
-) -> tuple[ColumnSpec, ...]:
-    """Return the columns to keep as they are stored: of `discrete` ones int32."""
-    spec, uri = source.spec, source.info.uri
-    if spec.episodes < 1 or spec.steps < 1:
-        raise InputError("SOURCE_LAYOUT", "the source has no episodes", where=uri)
-    # A name that no column has stands for those below it: observations for observations/camera.
-    below = {n: [c.name for c in spec if c.name.startswith(f"{n}/")] for n in names or ()}
-    groups = [[spec[n].name] if n in spec or not group else group for n, group in below.items()]
-    stored = {REWARDS, *chain(*groups)}
-    picked = tuple(c for c in spec if names is None or c.name in stored)
-    for column in picked:
-        if column.name.casefold() in RESERVED_NAMES:
-            problem = f"the name {column.name!r} is reserved for the shards' own tensors"
-            raise InputError("COLUMN", problem, uri, "rename the column, or leave it out")
-        if column.name == REWARDS and (math.prod(column.shape) != 1 or column.dtype.kind == "c"):
-            problem = f"rewards are {column.dtype} of per-step shape {column.shape}"
-            raise InputError("COLUMN", problem, uri, f"store one real number per step{PADDED}")
-    width = sum(math.prod(c.shape) for c in picked)
-    if width > MAX_WIDTH:
-        widest = max(picked, key=lambda c: math.prod(c.shape)).name
-        problem, remedy = (
-            f"{width:,} numbers a step",
-            f"leave out wide columns: at most {MAX_WIDTH:,}",
-        )
-        raise InputError("COLUMN", problem, f"column {widest}", remedy)
-    table = TableSpec(columns=picked, steps=1, episodes=1)
-    floats = [name for name in discrete if table[name].dtype.kind == "f"]
-    return tuple(replace(c, dtype=np.dtype("i4")) if c.name in floats else c for c in picked)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 
 from gear_offline.core.text import count_text
+from gear_offline.data.convert.edits import Edits
 from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.data.dataset.schema import REWARDS, ColumnSpec
 from gear_offline.data.sources.base import Source
-from gear_offline.data.sources.columns import kinds_of
+from gear_offline.data.sources.columns import kinds_of, split_names
 from gear_offline.data.sources.flat import REQUIRED
 from gear_offline.data.sources.plausible import late_rows, odd_episodes
 from gear_offline.errors import InputError
@@ -32,13 +34,43 @@ def doubt_episodes(source: Source, *, is_shifted: bool) -> Iterator[str]:
         yield from late_rows(kinds_of(source))
 
 
-def doubt_last_rows(source: Source, has_last: bool) -> Iterator[str]:
-    """Yield doubts about unused last rows, unless their episode is left out: not `has_last`."""
+def check_required(source: Source, edits: Edits) -> None:
+    """Refuse a source without observations or actions, unless columns, or new names, leave them."""
+    lacking = _lacking((*kinds_of(source), *dict(edits.names).values()))
+    if lacking and edits.columns is None and source.info.format != "gear":
+        subject = "map made" if edits.function is not None else "there are"
+        problem = f"{subject} no {' and no '.join(lacking)}"
+        remedy = f"return them from map, or name others: --rename NAME={lacking[0]}, --columns"
+        raise InputError("COLUMN", problem, source.info.uri, remedy)
+
+
+def doubt_columns(source: Source, edits: Edits, stored: Sequence[ColumnSpec]) -> Iterator[str]:
+    """Yield doubts about missing rewards, and about what the user's names leave out."""
+    if REWARDS not in source.spec:
+        name = "next.success" if "next.success" in source.spec else "NAME"
+        lost = "no rewards, so no returns: goals and cloning need none"
+        yield f"{lost}; --rename {name}=rewards takes a column"
+    origins = chain(*map(split_names, dict(edits.names).values()))
+    before = _lacking((*kinds_of(source), *origins))
+    if left_out := [n for n in _lacking(c.name for c in stored) if n not in before]:
+        note = f"no {' and no '.join(left_out)} with these --columns or --rename: training needs "
+        yield f"{note}them" + ", or others by loader.observations" * (REQUIRED[0] in left_out)
+
+
+def _lacking(names: Iterable[str]) -> list[str]:
+    """Return what is required and is not among columns, nor above one."""
+    groups = {name.split("/")[0] for name in names}
+    return [name for name in REQUIRED if name not in groups]
+
+
+def doubt_last_rows(source: Source, edits: Edits) -> Iterator[str]:
+    """Yield doubts about unused last rows, unless their episode is left out."""
+    mask = edits.chosen_episodes
     steps, ends = source.spec.steps, source.episodes.offsets[1:]
     names = [name for name in kinds_of(source) if name.split("/")[0] in (REWARDS, *REQUIRED)][::-1]
     last = (source.read(name, steps - 2, steps) for name in names)  # mostly of rewards alone
     if (
-        has_last
+        (mask is None or mask[-1])
         and names
         and ends.size > 1
         and ends[-1] - ends[-2] > 1

@@ -6,16 +6,20 @@ Shape legend: E episodes.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from math import prod
 
 import numpy as np
 
 from gear_offline.core.text import count_text, texts
 from gear_offline.core.types import BoolArray
+from gear_offline.data.dataset.schema import REWARDS, ColumnSpec, TableSpec
+from gear_offline.data.dataset.shard import RESERVED_NAMES
 from gear_offline.data.sources import open_source
-from gear_offline.data.sources.base import Source
+from gear_offline.data.sources.base import Source, SourceInfo
 from gear_offline.data.sources.columns import split_names
 from gear_offline.data.sources.combine import adapt_columns, with_columns
 from gear_offline.data.sources.edit import (
@@ -25,16 +29,21 @@ from gear_offline.data.sources.edit import (
     keep_episodes,
     shift_source,
 )
+from gear_offline.data.sources.flags import PADDED
 from gear_offline.data.sources.flat import REQUIRED
 from gear_offline.errors import InputError
+
+MAX_WIDTH = 2 << 20  # numbers a step: the statistics of each take 90 bytes of a manifest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Edits:
-    """The changes of a source, in this order; a worker makes the same.
+    """What a conversion makes of its source, in this order; a worker makes the same.
 
     Attributes
     ----------
+    rule
+        Where episodes end; None: as the source says.
     columns
         Columns to keep, by their new names; None: all.
     names
@@ -49,8 +58,13 @@ class Edits:
         Expression that chooses episodes; None: all.
     chosen
         (E,) bool in bytes, once `where` was calculated: which of the shifted episodes stay.
+    discrete
+        Columns of whole numbers that are stored as int32.
+    options
+        A line of each option that chooses columns or ends, for the manifest.
     """
 
+    rule: str | None = None
     columns: tuple[str, ...] | None = None
     names: tuple[tuple[str, str], ...] = ()
     rename: tuple[tuple[str, str], ...] = ()
@@ -58,17 +72,23 @@ class Edits:
     function: str | EpisodeFunction | None = None
     where: str | None = None
     chosen: bytes | None = None
+    discrete: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
 
     @classmethod
     def parse(
         cls,
+        *,
+        rule: str | None,
         columns: Sequence[str] | None,
         rename: Mapping[str, str],
         shift: Mapping[str, int],
         function: str | EpisodeFunction | None,
         where: str | None,
+        discrete: Sequence[str],
     ) -> Edits:
         """Read the options of `convert`."""
+        options = options_text(columns=columns, rule=rule, discrete=discrete)
         columns = columns.split(",") if isinstance(columns, str) else columns
         words = [tuple(map(str.strip, name.partition("="))) for name in columns or ()]
         pairs = [(name.strip(), origin.strip()) for origin, name in rename.items()]
@@ -81,21 +101,24 @@ class Edits:
             problem = f"{', '.join(columns or map('='.join, pairs))} gives a name twice, or none"
             raise InputError("USAGE", problem, remedy="write it like observations=obs,actions=act")
         return cls(
+            rule=rule,
             columns=None if columns is None else tuple(kept_names),
             names=tuple(names.items()),
             rename=tuple(rename.items()),
             shift=tuple(shift.items()),
             function=function,
             where=where,
+            discrete=tuple(discrete),
+            options=tuple(options),
         )
 
-    def open(self, path: str | os.PathLike[str], rule: str | None) -> Source:
-        """Open a source under these names."""
+    def open(self, path: str | os.PathLike[str]) -> Source:
+        """Open a source by this rule under these names."""
         columns = self.columns
         groups = {*REQUIRED} if columns is None else {name.split("/")[0] for name in columns}
         # other columns may be named, or made, in place of observations
         partial = self.function is not None or REQUIRED[0] not in groups
-        return open_source(path, rule=rule, names=dict(self.names), partial=partial)
+        return open_source(path, rule=self.rule, names=dict(self.names), partial=partial)
 
     def name_hidden(self, source: Source) -> Edits:
         """Name the chosen columns that a source leaves out, or takes apart, unless asked for."""
@@ -135,8 +158,34 @@ class Edits:
         """(E,) which of the shifted episodes stay; None: all."""
         return None if self.chosen is None else np.frombuffer(self.chosen, np.bool_)
 
-    def describe(self) -> list[str]:
-        """Return a line of each edit, as the manifest records them."""
+    def pick_columns(self, source: Source) -> tuple[ColumnSpec, ...]:
+        """Return the columns to keep as they are stored."""
+        spec, uri, names = source.spec, source.info.uri, self.columns
+        if spec.episodes < 1 or spec.steps < 1:
+            raise InputError("SOURCE_LAYOUT", "the source has no episodes", where=uri)
+        # A name that no column has stands for those below it: observations, observations/camera.
+        below = {n: [c.name for c in spec if c.name.startswith(f"{n}/")] for n in names or ()}
+        groups = [[spec[n].name] if n in spec or not group else group for n, group in below.items()]
+        stored = {REWARDS, *chain(*groups)}
+        picked = tuple(c for c in spec if names is None or c.name in stored)
+        for column in picked:
+            if column.name.casefold() in RESERVED_NAMES:
+                problem = f"the name {column.name!r} is reserved for the shards' own tensors"
+                raise InputError("COLUMN", problem, uri, "rename the column, or leave it out")
+            if column.name == REWARDS and (prod(column.shape) != 1 or column.dtype.kind == "c"):
+                problem = f"rewards are {column.dtype} of per-step shape {column.shape}"
+                raise InputError("COLUMN", problem, uri, f"store one real number per step{PADDED}")
+        if (width := sum(prod(c.shape) for c in picked)) > MAX_WIDTH:
+            widest = max(picked, key=lambda c: prod(c.shape)).name
+            problem, remedy = f"{width:,} numbers a step", "leave out wide columns: at most"
+            raise InputError("COLUMN", problem, f"column {widest}", f"{remedy} {MAX_WIDTH:,}")
+        table = TableSpec(columns=picked, steps=1, episodes=1)
+        floats = [name for name in self.discrete if table[name].dtype.kind == "f"]
+        return tuple(replace(c, dtype=np.dtype("i4")) if c.name in floats else c for c in picked)
+
+    def describe(self, source: Source, stored: Sequence[ColumnSpec]) -> SourceInfo:
+        """Return the source's facts with these edits, and without those of other columns."""
+        info = source.info
         notes = [f"rename {before} to {after}" for before, after in self.rename]
         notes += [f"shift {name} by {by}" for name, by in self.shift if by]
         if self.function is not None:
@@ -144,7 +193,18 @@ class Edits:
         if self.where is not None and (mask := self.chosen_episodes) is not None:
             counts = f"{mask.sum():,} of {count_text(mask.size, 'episode')}"
             notes.append(f"where {' '.join(self.where.split())}: {counts}")
-        return notes
+        if notes:
+            info = info.with_facts(edits=[*texts(info.attributes.get("edits")), *notes])
+        if self.options:
+            info = info.with_facts(options=[*self.options])
+        if self.columns is None:
+            return info
+        names = dict(self.names)
+        origins = {n for c in stored for n in (c.name, *split_names(names.get(c.name, c.name)))}
+        pattern = re.compile(r"(?:.*: )?column (\S+): |.* is the column (\S+)$")
+        matches = [(note, pattern.match(note)) for note in info.attributes.get("warnings", ())]
+        notes = [note for note, match in matches if not match or (match[1] or match[2]) in origins]
+        return info.with_facts(warnings=notes, left_out={})
 
 
 def options_text(**options: str | Sequence[str] | None) -> list[str]:

@@ -229,7 +229,6 @@ def _read_rows(source: Source, stored: ColumnSpec, start: int, stop: int) -> Arr
 
 def write_in_processes(
     path: str | os.PathLike[str],
-    rule: str | None,
     edits: Edits,
     plan: Plan,
     workers: int,
@@ -237,18 +236,16 @@ def write_in_processes(
     advance: Advance,
 ) -> list[Written]:
     """Write several shards at once, each in a process that opens the source itself."""
-    jobs = [(str(path), rule, edits, number, plan) for number in range(plan.shards)]
+    jobs = [(str(path), edits, number, plan) for number in range(plan.shards)]
     with WorkerPool(workers) if ray is None else RayPool(ray, workers) as pool:
         if isinstance(pool, RayPool):
             pool.check(plan.folder)
         return list(pool.run(f"{__name__}:write_shard", jobs, on_message=advance))
 
 
-def write_shard(
-    caller: Caller, path: str, rule: str | None, edits: Edits, number: int, plan: Plan
-) -> Written:
+def write_shard(caller: Caller, path: str, edits: Edits, number: int, plan: Plan) -> Written:
     """Write one shard in a worker."""
-    source = _open_edited(path, rule, edits)
+    source = _open_edited(path, edits)
     if source.spec != plan.spec:
         raise changed_error(path)
     with writing(plan.folder):
@@ -256,5 +253,5 @@ def write_shard(
 
 
 @lru_cache(maxsize=1)
-def _open_edited(path: str, rule: str | None, edits: Edits) -> Source:
-    return edits.edit_episodes(edits.shift_rows(edits.open(path, rule)))
+def _open_edited(path: str, edits: Edits) -> Source:
+    return edits.edit_episodes(edits.shift_rows(edits.open(path)))

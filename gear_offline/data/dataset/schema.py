@@ -61,6 +61,11 @@ def is_column_name(name: str) -> bool:
     return _COLUMN_NAME.fullmatch(name) is not None and ".." not in name and len(name) <= 200
 
 
+def is_storable(dtype: np.dtype[Any]) -> bool:
+    """Tell a number or bool that is the same on every machine."""
+    return dtype.kind in "biufc" and dtype.char not in "gG"
+
+
 def is_step_shape(shape: Sequence[int], itemsize: int) -> bool:
     fits = len(shape) <= MAX_DIMENSIONS and all(n > 0 for n in shape)
     return fits and prod(shape) * itemsize <= MAX_STEP_BYTES
@@ -91,7 +96,7 @@ class ColumnSpec:
         if not is_column_name(self.name):
             problem = "a name that is not allowed"
             remedy = "use letters, digits, '_', '-', '.' and single '/' between parts"
-        elif dtype.kind not in "biufc" or dtype.itemsize > 16 or dtype.char in "gG":
+        elif not is_storable(dtype):
             problem = f"dtype {dtype} is not a numeric or bool dtype of a fixed width"
             remedy = "store the column as a NumPy bool, integer, float or complex dtype"
         elif not is_step_shape(self.shape, dtype.itemsize):

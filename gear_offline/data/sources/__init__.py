@@ -1,7 +1,8 @@
 """Readers of foreign formats, and sources that are combined of others.
 
-`formats` lists the readers, `uri` opens what a user names; `base` says what every source offers, `episode_ends` where episodes
-end, `hdf5` reads files from outside without trusting them; `combine` and `edit` change a source.
+`formats` lists the readers, `uri` opens what a user names, `base` says what every source offers,
+`episode_ends` where episodes end; `hdf5` reads files from outside without trusting them; `combine`
+and `edit` change a source.
 """
 
 from gear_offline.data.sources.arrays import from_arrays, from_episodes

@@ -16,6 +16,7 @@ from gear_offline.config.arguments import check_arguments
 from gear_offline.config.problems import nearest
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray
+from gear_offline.data.dataset.schema import is_storable
 from gear_offline.data.sources.base import Piece, Source, SourceInfo
 from gear_offline.data.sources.columns import common_columns, row_kinds
 from gear_offline.data.sources.combine import adapt_columns
@@ -234,7 +235,7 @@ def as_rows(value: Any, column: str, where: str) -> Array:
     if np.ma.is_masked(value):  # the numbers below a mask mean nothing
         masked = count_text(int(np.ma.getmaskarray(value).sum()), "value")
         raise _in_column(f"{masked} masked", where, "fill them: values.filled(...)", column)
-    if rows.dtype.kind not in "biufc":
+    if not is_storable(rows.dtype):
         remedy = "give numbers or bools, the same shape at every step; leave text out"
         raise _in_column(f"dtype {rows.dtype} is neither numeric nor bool", where, remedy, column)
     return rows[:, 0] if column in SCALARS and rows.shape[1:] == (1,) else rows

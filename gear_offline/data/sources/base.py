@@ -30,7 +30,7 @@ from gear_offline.core.text import texts
 from gear_offline.core.types import Array, BoolArray
 from gear_offline.data.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.data.dataset.scores import ReferenceScores
-from gear_offline.data.sources.columns import Kinds, kinds_of, legal_names
+from gear_offline.data.sources.columns import Kinds, kinds_of, legal_names, read_rows
 from gear_offline.data.sources.flags import SCALARS
 from gear_offline.data.sources.input_files import InputFile, misfit, reading_errors
 
@@ -78,12 +78,8 @@ class Piece:
     @classmethod
     def of(cls, columns: Mapping[str, Any]) -> Piece:
         """Return all rows of columns: arrays, or what has a shape and ``read(start, stop)``."""
-
-        def read(column: str, start: int, stop: int) -> Array:
-            rows = columns[column]
-            return rows[start:stop] if isinstance(rows, np.ndarray) else rows.read(start, stop)
-
-        return cls(read=read, steps=next(iter(columns.values())).shape[0])
+        steps = next(iter(columns.values())).shape[0]
+        return cls(read=lambda name, *rows: read_rows(columns[name], *rows), steps=steps)
 
 
 class SourceRequest(NamedTuple):
@@ -185,9 +181,8 @@ class Source(Closing):
                 rows = piece.read(stored, start + shift, end + shift)
             fits = rows.size == (end - start) * prod(spec.shape)
             if not fits or not np.can_cast(rows.dtype, spec.dtype):
-                problem = (
-                    f"a step is {rows.dtype} {rows.shape[1:]}, another {spec.dtype} {spec.shape}"
-                )
+                problem = f"a step is {rows.dtype} {rows.shape[1:]}, "
+                problem += f"another {spec.dtype} {spec.shape}"
                 raise misfit(problem, f"{self.where}: {column}", DIFFERS)
             blocks.append(rows.astype(spec.dtype, copy=False).reshape(end - start, *spec.shape))
             start, index = end, index + 1

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from gear_offline.data.dataset.schema import is_column_name, is_step_shape
+from gear_offline.core.types import Array
+from gear_offline.data.dataset.schema import is_column_name, is_step_shape, is_storable
 from gear_offline.data.sources.input_files import misfit
 
 MAX_NAME_CHARS = 200
@@ -34,9 +35,14 @@ def row_kinds(columns: Mapping[str, Any]) -> Kinds:
 
 def can_be_column(shape: tuple[int, ...] | None, dtype: np.dtype[Any] | None) -> bool:
     """Check that an array is one of numbers or bools, with a row for each step."""
-    if not shape or dtype is None or dtype.kind not in "biufc" or dtype.char in "gG":
+    if not shape or dtype is None or not is_storable(dtype):
         return False
     return is_step_shape(shape[1:], dtype.itemsize)
+
+
+def read_rows(column: Any, start: int, stop: int) -> Array:
+    """Return rows ``[start, stop)`` of an array, or of what has a ``read`` for them."""
+    return column[start:stop] if isinstance(column, np.ndarray) else column.read(start, stop)
 
 
 def legal_names(names: Iterable[str]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from gear_offline.core.types import Array, BoolArray, Int64Array
+from gear_offline.data.sources.columns import read_rows
 from gear_offline.data.sources.input_files import misfit
 
 UNIONS = ("dones", "done", "next.done")  # may be true at time limits too
@@ -85,11 +86,10 @@ def true_rows(
     """Return the rows at which a flag is true, or a column has a value."""
     hit_rows = [np.zeros(0, np.int64)]
     for row, block in blocks_of(column):
-        hits = (
-            flag_values(block, name, where, row, flags)
-            if value is None
-            else block == as_number(value)
-        )
+        if value is None:
+            hits = flag_values(block, name, where, row, flags)
+        else:
+            hits = block == as_number(value)
         hit_rows.append(np.flatnonzero(hits) + row)
     return np.concatenate(hit_rows)
 
@@ -103,6 +103,4 @@ def blocks_of(column: Any) -> Iterator[tuple[int, Array]]:
     """Yield the rows of a column block by block, with the number of each first one."""
     rows = max(1, BLOCK_ROWS // max(prod(column.shape[1:]), 1))
     for row in range(0, column.shape[0], rows):
-        stop = min(row + rows, column.shape[0])
-        block = column[row:stop] if isinstance(column, np.ndarray) else column.read(row, stop)
-        yield row, np.asarray(block)
+        yield row, np.asarray(read_rows(column, row, min(row + rows, column.shape[0])))

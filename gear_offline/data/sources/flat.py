@@ -17,6 +17,7 @@ from gear_offline.core.types import Array
 from gear_offline.data.sources.base import Piece, Source, SourceInfo, SourceRequest, read_scores
 from gear_offline.data.sources.columns import (
     can_be_column,
+    read_rows,
     row_kinds,
     some_names,
     split_names,
@@ -143,8 +144,7 @@ def flat_source(
             problem = f"{mark[2]} is {left_out[mark[2]]}, and {mark[0]} asks for numbers"
             raise InputError("COLUMN", problem, where, "store it as whole numbers")
         if mark[1] == "ids" and mark[2] in table:
-            read = Piece.of({mark[2]: table[mark[2]]}).read
-            edges = tuple(read(mark[2], row, row + 1) for row in (0, rows - 1))
+            edges = tuple(read_rows(table[mark[2]], row, row + 1) for row in (0, rows - 1))
     rule, lengths, ended, tail, hints = split_episodes(rule, table, flags, rows, cuts, where=where)
     rule = f"{by}|{rule}" if by else rule
     facts = {**facts, "unfinished_tail_steps": tail, "warnings": [*notes, *hints]}

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from h5py import h5d, h5g, h5l, h5o, h5t
 
 from gear_offline.core.files import Closing, read_at
+from gear_offline.data.dataset.schema import is_storable
 from gear_offline.data.sources.base import READ_BYTES
 from gear_offline.data.sources.columns import can_be_column
 from gear_offline.data.sources.hdf5_filters import FILTERS, ChunkCheck
@@ -358,7 +359,7 @@ def _dtype(dataset: Any) -> tuple[np.dtype[Any] | None, str, bool]:
         dtype, stored = np.dtype(dataset.dtype), dataset.get_type()
     except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         return None, f"unknown type ({error})", False
-    if dtype.kind not in "biufc" or dtype.itemsize > 16 or dtype.char in "gG":
+    if not is_storable(dtype):
         return None, f"type {dtype}", False
     if inverted := _find_inversion(dtype):
         return None, inverted, False

@@ -26,6 +26,7 @@ import numpy as np
 
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
+from gear_offline.data.dataset.schema import is_storable
 from gear_offline.data.sources.base import Piece, Source, SourceInfo, SourceRequest, read_scores
 from gear_offline.data.sources.columns import Kinds, common_columns, row_kinds
 from gear_offline.data.sources.hdf5 import SUFFIXES, Hdf5File
@@ -194,7 +195,7 @@ class _Reader:
                 leaves |= self._leaves(f"{name}/{str(key).replace('/', chr(92))}", item)
             return leaves
         rows = np.asarray(value)
-        if rows.dtype.kind in "biufc" and rows.ndim:
+        if is_storable(rows.dtype) and rows.ndim:
             return {name: rows}
         self.left_out[name] = "text" if rows.dtype.kind in "SU" else f"no numbers ({rows.dtype})"
         return {}

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gear_offline.core.types import Array
-from gear_offline.data.sources.base import Piece
+from gear_offline.data.sources.columns import read_rows
 from gear_offline.data.sources.input_files import misfit
 
 COMMON = ("index", "idx", "position", "top", "head")  # also of other things: more stands beside
@@ -81,13 +81,13 @@ class Ring(NamedTuple):
         """Return a column in the order of time, as what has its shape and ``read``."""
         facts = {**vars(stored)} if isinstance(stored, SimpleNamespace) else {}
         facts |= {n: getattr(stored, n, None) for n in ("dtype", "preferred_rows")}
-        read = partial(self._read, Piece.of({"": stored}).read)
+        read = partial(self._read, stored)
         return SimpleNamespace(**facts | {"shape": (self.filled, *stored.shape[1:]), "read": read})
 
-    def _read(self, read: Any, start: int, stop: int) -> Array:
+    def _read(self, stored: Any, start: int, stop: int) -> Array:
         turn = self.rows - self.oldest  # row at which it goes on with the first one stored
         spans = [(max(start, 0), min(stop, turn), self.oldest), (max(start, turn), stop, -turn)]
-        rows = [read("", a + shift, b + shift) for a, b, shift in spans if a < b]
+        rows = [read_rows(stored, a + shift, b + shift) for a, b, shift in spans if a < b]
         return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 

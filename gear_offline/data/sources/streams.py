@@ -14,7 +14,8 @@ import numpy as np
 
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, Int64Array
-from gear_offline.data.sources.base import READ_BYTES, Piece
+from gear_offline.data.sources.base import READ_BYTES
+from gear_offline.data.sources.columns import read_rows
 from gear_offline.data.sources.flags import blocks_of
 from gear_offline.data.sources.row_marks import MARK, runs
 from gear_offline.errors import InputError
@@ -129,7 +130,7 @@ def _is_sorted(table: Mapping[str, Any], column: Any) -> bool | None:
 
 
 def _first_rows(column: Any, rows: int) -> Array:
-    return Piece.of({"": column}).read("", 0, rows).reshape(rows, -1)
+    return read_rows(column, 0, rows).reshape(rows, -1)
 
 
 def _rounds(column: Any) -> Int64Array:
