@@ -63,7 +63,7 @@ class Schedule:
 
 
 class DeviceAdamW:
-    """AdamW whose state and step number are in GPU memory.
+    """AdamW of a model, or of a group of its parameters, whose state is in GPU memory.
 
     `parameters` are float32, on one GPU.  `shadows` are the same ones as the model computes with
     them, bfloat16: each update writes them too, and the gradients are theirs.  Without them the
@@ -98,6 +98,7 @@ class DeviceAdamW:
         self._pieces = torch.zeros(len(cuts), len(COLUMNS), dtype=torch.int64, device=device)
         self._partials = torch.zeros(partials, dtype=torch.float64, device=device)
         self._rule = torch.zeros(structure("Rule").itemsize, dtype=torch.uint8, device=device)
+        self._squares = torch.zeros(1, dtype=torch.float64, device=device)
         self._job = np.zeros(1, JOB)
         for name, value in {
             "pieces": self._pieces.data_ptr(),
@@ -123,18 +124,6 @@ class DeviceAdamW:
         names = (f"adamw_norm{suffix}", f"adamw_step{suffix}")
         self._norm, self._step = load("adamw.cu", names, device=device.index or 0).values()
 
-    def enqueue(self, loss: Tensor, *, index: Tensor, row: Tensor, window: Tensor) -> None:
-        """Clip, update, write the metrics and count, on torch's current stream.
-
-        While a graph is captured the addresses of gradients cannot be sent to the GPU: call
-        `send_addresses` before the first replay.
-
-        `loss` is a scalar float32; `index` and `row`, (1,) int64, are the step to do, counted from
-        0, and its row of `window`; both are advanced.  `window`, (n, 2) float32, gets the loss and
-        the norm of the gradients before clipping, in no row that it does not have.
-        """
-        enqueue_together([Update(self, loss, index, row, window)])
-
     def states(self) -> list[dict[str, Tensor]]:
         """Return the state of each parameter by the names of ``torch.optim.AdamW``."""
         moments = zip(self.steps.unbind(), self.first, self.second, strict=True)
@@ -150,8 +139,8 @@ class DeviceAdamW:
         self._pieces[:, COLUMNS.index("count")] = self._cuts[:, 2]
         self._sent = self._addresses.clone()
 
-    def _prepare(self, loss: Tensor, *, index: Tensor, row: Tensor, window: Tensor) -> None:
-        """Describe the step to come; as `enqueue`."""
+    def _prepare(self, update: Update) -> None:
+        """Describe the step to come."""
         computed = self._parameters if self._shadows is None else self._shadows
         for number, (parameter, used) in enumerate(zip(self._parameters, computed, strict=True)):
             gradient = used.grad
@@ -174,41 +163,50 @@ class DeviceAdamW:
             self._addresses, self._sent
         ):
             self.send_addresses()
-        job = self._job
-        job["index"], job["row"] = index.data_ptr(), row.data_ptr()
-        job["window"], job["window_rows"] = window.data_ptr(), len(window)
-        job["loss"] = loss.data_ptr()
+        job, groups = self._job, update.groups
+        job["index"], job["row"] = update.index.data_ptr(), update.row.data_ptr()
+        job["window"], job["window_rows"] = update.window.data_ptr(), len(update.window)
+        job["loss"], job["squares"] = update.loss.data_ptr(), groups[0]._squares.data_ptr()
+        job["is_last"] = self is groups[-1]
 
 
 @dataclass(frozen=True)
 class Update:
-    """A step of one model: as the parameters of `DeviceAdamW.enqueue`."""
+    """A step of one model, whose groups of parameters are clipped and updated each on its own."""
 
-    adamw: DeviceAdamW
-    loss: Tensor
-    index: Tensor
-    row: Tensor
+    groups: Sequence[DeviceAdamW]
+    loss: Tensor  # scalar float32
+    index: Tensor  # (1,) int64: the step to do, counted from 0; it is advanced
+    row: Tensor  # (1,) int64: of `window`; it is advanced
+    # (n, 2) float32: loss and norm of all gradients before clipping, in no row that is not there
     window: Tensor
 
 
 def enqueue_together(updates: Sequence[Update]) -> None:
-    """As `DeviceAdamW.enqueue` for each, in two launches for up to `MOST_JOBS` models.
+    """Clip, update, write the metrics and count, on torch's current stream.
 
-    The models have parameters of the same sizes, all shadows or none, and are on one GPU.
+    These are two launches a group, for up to `MOST_JOBS` models.  The models have parameters of the
+    same sizes in the same groups, all shadows or none, and are on one GPU.  While a graph is
+    captured the addresses of gradients cannot be sent to the GPU: call
+    `DeviceAdamW.send_addresses` before the first replay.
     """
     for begin in range(0, len(updates), MOST_JOBS):
         chunk = updates[begin : begin + MOST_JOBS]
-        first, jobs = chunk[0].adamw, np.zeros(1, JOBS)
-        jobs["count"] = count = len(chunk)
-        for number, update in enumerate(chunk):
-            adamw = update.adamw
-            assert (adamw._shadows is None) == (first._shadows is None), "of one kind"
-            assert len(adamw._cuts) == len(first._cuts), "of one shape"
-            adamw._prepare(update.loss, index=update.index, row=update.row, window=update.window)
-            jobs["jobs"][0, number] = adamw._job[0]
-        blocks = step_blocks(len(first._cuts), first._processors, models=count)
-        first._norm.launch(count * first._norm_blocks, THREADS, jobs)
-        first._step.launch(count * blocks, THREADS, jobs)
+        launches = []
+        for place, first in enumerate(chunk[0].groups):
+            jobs = np.zeros(1, JOBS)
+            jobs["count"] = count = len(chunk)
+            for number, update in enumerate(chunk):
+                adamw = update.groups[place]
+                assert (adamw._shadows is None) == (first._shadows is None), "of one kind"
+                assert len(adamw._cuts) == len(first._cuts), "of one shape"
+                adamw._prepare(update)
+                jobs["jobs"][0, number] = adamw._job[0]
+            blocks = step_blocks(len(first._cuts), first._processors, models=count)
+            first._norm.launch(count * first._norm_blocks, THREADS, jobs)
+            launches.append((first, count * blocks, jobs))
+        for first, blocks, jobs in launches:  # the last one ends the step that the others read
+            first._step.launch(blocks, THREADS, jobs)
 
 
 def cut(sizes: Sequence[int]) -> Int64Array:

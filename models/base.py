@@ -25,7 +25,12 @@ from torch.utils.checkpoint import checkpoint
 
 from gear_offline.batches.tables.fields import Scales
 from gear_offline.config.problems import nearest, problem_text
-from gear_offline.config.sections import ModelSettings, OwnModelSettings, option_names
+from gear_offline.config.sections import (
+    ModelSettings,
+    OptimizerSettings,
+    OwnModelSettings,
+    option_names,
+)
 from gear_offline.core.parts import (
     calling_part,
     digest_of,
@@ -163,8 +168,6 @@ class SequenceModel(nn.Module):
         The options, an instance of `Settings`.
     Settings
         A subclass of `ModelSettings`, or another class that pydantic checks.
-    steady
-        Names of parameters that Adam updates at a constant rate, neither clipped nor decayed.
     short_windows
         True if `act` takes windows of fewer than K steps.
     sees_timesteps
@@ -206,7 +209,6 @@ class SequenceModel(nn.Module):
     settings: Any
     blocks: Any  # modules
     part: tuple[str, str] = ("", "")  # its name, and the digest of its file
-    steady: tuple[str, ...] = ()
     short_windows: bool = False
     sees_timesteps: bool = True
     stochastic: bool = False
@@ -245,6 +247,22 @@ class SequenceModel(nn.Module):
     def act(self, window: PlayedWindow) -> Tensor:
         """Return an action for each window: (B, A) floating, logits of discrete ones, or (B,)."""
         return window.last(self.predict(window))
+
+    def parameter_groups(self, optimizer: OptimizerSettings) -> Sequence[Mapping[str, Any]]:
+        """Return parameters that are clipped and updated by options of their own.
+
+        Parameters
+        ----------
+        optimizer
+            The recipe's options, which hold for the parameters of no group.
+
+        Returns
+        -------
+        list of dict
+            A group's parameters as ``"params"``, an iterable, and those options that differ, by
+            their names in the recipe's section ``optimizer``.
+        """
+        return ()
 
     def after_step(self) -> None:
         """Run once after each update of the weights: move target networks, for example.

@@ -42,7 +42,12 @@ from gear_offline.models.base import (
 )
 from gear_offline.models.blocks import Encoder, Keep, dense_mask, drop, init_weights
 from gear_offline.models.encoders import ColumnEncoder, FrameEncoder, resolve_encoder
-from gear_offline.models.gaussian import INITIAL_TEMPERATURE, Gaussian, gaussian_losses
+from gear_offline.models.gaussian import (
+    INITIAL_TEMPERATURE,
+    TEMPERATURE,
+    Gaussian,
+    gaussian_losses,
+)
 from gear_offline.models.loss import Padding, TrainingBatch, step_losses
 from gear_offline.models.multitask import TaskEmbedding, single_task
 from gear_offline.models.narrow import LOADED, half_type, joint_maps, narrow_linear
@@ -159,7 +164,6 @@ class DecisionTransformer(SequenceModel):
             self.predict_log_std = nn.Linear(hidden, config.act_dim)
             init_weights(self.predict_log_std, config.initializer_range)
             self.log_temperature = nn.Parameter(torch.tensor(math.log(INITIAL_TEMPERATURE)))
-            self.steady = ("log_temperature",)
         self.attention: Attention = "auto"
         self.recomputed = False  # blocks, in the backward pass
         self.facts = ModelFacts(
@@ -352,6 +356,9 @@ class DecisionTransformer(SequenceModel):
     @property
     def blocks(self) -> Sequence[nn.Module]:
         return cast(Sequence[nn.Module], self.encoder.h)
+
+    def parameter_groups(self, optimizer: Any) -> Sequence[Mapping[str, Any]]:
+        return [{"params": [self.log_temperature], **TEMPERATURE}] if self.stochastic else []
 
     def measures(self) -> dict[str, float]:
         temperature = self.log_temperature.detach().exp() if self.stochastic else None

@@ -19,6 +19,14 @@ from torch.nn import functional as F
 LOG_STD = (-5.0, 2.0)  # where deviations end
 LARGEST = 1.0 - 1e-6  # of a squashed action: the Gaussian gives 1 with probability 0
 INITIAL_TEMPERATURE = 0.1
+TEMPERATURE = {  # options of its Adam, in the Online Decision Transformer's code
+    "learning_rate": 1e-4,
+    "schedule": "constant",
+    "warmup_steps": 0,
+    "betas": (0.9, 0.999),
+    "weight_decay": 0.0,
+    "clip_norm": None,
+}
 HALF_LOG_TAU = 0.5 * math.log(2.0 * math.pi)
 
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from torch import distributions as D
-from torch import nn
 
 import gear_offline as go
 from gear_offline.distributed.world import World
@@ -17,7 +16,6 @@ from gear_offline.models.decision_transformer import DecisionTransformer, build_
 from gear_offline.models.gaussian import Gaussian, gaussian_losses
 from gear_offline.models.hugging_face import to_released
 from gear_offline.runs.loop import TrainingInterrupted
-from gear_offline.training.optimizer import SteadyAdam
 from gear_offline.training.parallel import choose_parallel
 from tests.ranks_support import fork_ranks
 from tests.support import make_dataset, one_error
@@ -73,16 +71,6 @@ def test_loss_and_temperature_learn_as_in_the_paper(squashed: bool) -> None:
     torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=1e-4)
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one.grad.double(), other.grad, rtol=1e-3, atol=1e-4)
-
-
-def test_the_temperature_takes_the_steps_of_adam() -> None:
-    mine, theirs = (nn.Parameter(torch.tensor(-2.3)) for _ in range(2))
-    own, adam = SteadyAdam([mine], [mine]), torch.optim.Adam([theirs], lr=1e-4)
-    for gradient in torch.randn(50, generator=torch.Generator().manual_seed(0)):
-        mine.grad, theirs.grad = gradient.clone(), gradient.clone()
-        own.update()
-        adam.step()
-    assert mine.item() == pytest.approx(theirs.item(), rel=1e-6) and mine.item() != -2.3
 
 
 def test_a_stochastic_run_resumes_bit_for_bit_and_acts_by_its_mean(

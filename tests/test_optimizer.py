@@ -112,6 +112,87 @@ def test_steps_of_a_cpu_are_pytorchs_bit_for_bit(decay: float) -> None:
             assert torch.equal(optimizer.state()[f"optimizer/{kind}/{name}"], value)
 
 
+GROUPS: list[dict[str, Any]] = [  # of parameters 1 and 2, 3; what 0 and 4 have is the recipe's
+    {"learning_rate": 3e-2, "weight_decay": 0.0, "clip_norm": None, "schedule": "cosine"},
+    {"learning_rate": 1e-3, "betas": (0.5, 0.9), "clip_norm": 0.1, "warmup_steps": 0},
+]
+
+
+@pytest.mark.parametrize("where", ["cpu", "copy", "kernel", "copy and kernel"])
+def test_groups_take_the_steps_of_pytorchs_groups(
+    kernels: Kernels, monkeypatch: Patch, where: str
+) -> None:
+    """Each clipped by its own norm; what is noted is the norm of all gradients."""
+    chosen, steps = OptimizerSettings(clip_norm=0.3, weight_decay=0.1, warmup_steps=2), 7
+    source = torch.Generator().manual_seed(0)
+    first = [torch.randn(shape, generator=source) for shape in [(), (7, 129), (3,), (64,), (2, 2)]]
+    own, theirs = (nn.ParameterList(nn.Parameter(w.clone()) for w in first) for _ in range(2))
+    copied = nn.ParameterList(w.bfloat16() for w in first) if "copy" in where else None
+    members = [[0, 4], [1, 2], [3]]
+    groups = [
+        {"params": iter([own[n] for n in some]), **options}
+        for some, options in zip(members[1:], GROUPS, strict=True)
+    ]
+    options = [chosen.model_dump() | more for more in ({}, *GROUPS)]
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [theirs[n] for n in some], "betas": one["betas"]}
+            | {"weight_decay": one["weight_decay"]}
+            for some, one in zip(members, options, strict=True)
+        ]
+    )
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with on_cpu(kernels):
+        captured: Any = {"steps": steps, "captured": "kernel" in where, "working": copied}
+        optimizer = Optimizer(own, chosen, groups=groups, **captured)
+        for step in range(steps):
+            for mine, plain in zip(own if copied is None else copied, theirs, strict=True):
+                mine.grad = torch.randn(plain.shape, generator=source).to(mine)
+                plain.grad = mine.grad.float().clone()
+            gradients = torch.cat([plain.grad.flatten() for plain in theirs])
+            for some, one, group in zip(members, options, adamw.param_groups, strict=True):
+                limit = math.inf if one["clip_norm"] is None else one["clip_norm"]
+                nn.utils.clip_grad_norm_([theirs[n] for n in some], limit)
+                warm, rate = one["warmup_steps"], one["learning_rate"]
+                group["lr"] = rate * min(1.0, (step + 1) / warm if warm else 1.0)
+                if one["schedule"] == "cosine" and step >= warm:
+                    group["lr"] = rate * (1 - math.cos(math.pi * (steps - step) / (steps - 2))) / 2
+            adamw.step()
+            window = torch.zeros(1, 2)
+            if "kernel" in where:
+                optimizer.finish(step, torch.tensor(0.0), window, 0)
+            else:
+                window[0, 1] = optimizer.clip()
+                optimizer.update(step)
+            assert float(window[0, 1]) == pytest.approx(float(gradients.norm()), rel=1e-5)
+    for n, plain in enumerate(theirs):
+        torch.testing.assert_close(own[n], plain, rtol=1e-5, atol=1e-6)
+        if copied is not None:
+            assert torch.equal(copied[n], own[n].bfloat16())
+        for kind, value in adamw.state[plain].items():
+            found = optimizer.state()[f"optimizer/{kind}/{n}"]
+            torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("group", "told"),
+    [
+        ({"lr": 1e-3}, "group 2 of .*lr.*no such option.*learning_rate"),
+        ({"learning_rate": -1.0}, "group 2 of .*learning_rate"),
+        ({"params": [nn.Parameter(torch.zeros(1))]}, "group 2 .* a parameter that the model has n"),
+        ({"params": "0.weight"}, "group 2 .* a parameter that the model has not"),
+        ({"params": range(1)}, "group 2 .* 0.weight, as another group has"),
+    ],
+)
+def test_groups_that_are_none_are_refused(group: dict[str, Any], told: str) -> None:
+    net = network()
+    groups = [{"params": [net[0].weight]}, {"params": [], **group}]
+    if groups[1]["params"] == range(1):
+        groups[1]["params"] = net[0].parameters()
+    with one_error("MODEL", told):
+        Optimizer(net, OptimizerSettings(), steps=9, groups=groups)
+
+
 @pytest.mark.parametrize("limit", [None, 0.25, 1e9])
 def test_clipping(limit: float | None) -> None:
     net = network()
@@ -176,7 +257,7 @@ def check_steps(
             adamw.step()
             last = window[: steps - 1]  # the last step's row is not there
             loss = torch.tensor(float(step), device=device)
-            mine.enqueue(loss, index=index, row=row, window=last)
+            enqueue_together([Update([mine], loss, index, row, last)])
             assert (int(index), int(row)) == (step + 1, step + 1)
             if step < len(last):
                 assert window[step].tolist() == [step, pytest.approx(float(norm), rel=1e-5)]
@@ -216,7 +297,7 @@ def take(adamw: DeviceAdamW, *, step: int = 0, loss: float = 0.0) -> list[float]
     """Take a step; return the loss and the norm that it notes."""
     window, index = torch.zeros(1, 2), torch.tensor([step])
     row = torch.zeros(1, dtype=torch.int64)
-    adamw.enqueue(torch.tensor(loss), index=index, row=row, window=window)
+    enqueue_together([Update([adamw], torch.tensor(loss), index, row, window)])
     return [float(value) for value in window[0]]
 
 
@@ -267,20 +348,23 @@ def test_several_models_take_the_steps_of_each(launches: Kernels, count: int) ->
     sizes, results = [1500, 7], []
     for together in (False, True):
         source = torch.Generator().manual_seed(0)
-        models, updates = [], []
+        models, updates = list[Any](), list[Update]()
         for number in range(count):
             weights = [nn.Parameter(torch.randn(size, generator=source)) for size in sizes]
-            adamw = DeviceAdamW(
-                weights,
-                Schedule(1e-3 * (number + 1), warmup=number % 4),
-                betas=(0.9, 0.99),
-                weight_decay=0.1 * number,
-                clip_norm=None if number % 2 else 0.5,
-            )
+            groups = [
+                DeviceAdamW(
+                    some,
+                    Schedule(rate * (number + 1), warmup=number % 4),
+                    betas=(0.9, 0.99),
+                    weight_decay=0.1 * number,
+                    clip_norm=None if number % 2 else 0.5,
+                )
+                for some, rate in ((weights[:1], 1e-3), (weights[1:], 1e-2))
+            ]
             places = [torch.full((1,), n, dtype=torch.int64) for n in (number % 2, number % 3)]
             window, loss = torch.full((4, 2), -1.0), torch.tensor(float(number))
-            models.append((weights, adamw, window, places))
-            updates.append(Update(adamw, loss, places[0], places[1], window))
+            models.append((weights, groups, window, *places))
+            updates.append(Update(groups, loss, places[0], places[1], window))
         for _ in range(2):
             for number, size in enumerate(sizes):  # as stacked models give them: views
                 stacked = torch.randn(count, size, generator=source)
@@ -289,12 +373,12 @@ def test_several_models_take_the_steps_of_each(launches: Kernels, count: int) ->
             if together:
                 enqueue_together(updates)
             else:
-                for u in updates:
-                    u.adamw.enqueue(u.loss, index=u.index, row=u.row, window=u.window)
+                for update in updates:
+                    enqueue_together([update])
         results.append(
             [
-                [*weights, *adamw.first, *adamw.second, adamw.steps, window, *places]
-                for weights, adamw, window, places in models
+                [*weights, *(t for g in groups for s in g.states() for t in s.values()), *rest]
+                for weights, groups, *rest in models
             ]
         )
     for number, (alone, both) in enumerate(zip(*results, strict=True)):

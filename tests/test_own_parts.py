@@ -156,6 +156,27 @@ def test_a_changed_file_is_told_with_what_to_type(
     assert again.steps == 11 and go.load_policy(run.path, device="cpu").facts.step == 11
 
 
+GROUPS = """
+    def parameter_groups(self, optimizer):
+        rate = 0.5 * optimizer.learning_rate
+        return [{"params": self.action.parameters(), "learning_rate": rate}]
+
+    def predict("""
+
+
+def test_a_run_whose_groups_have_changed_does_not_go_on(own: Path, monkeypatch: Patch) -> None:
+    run = train("run", evaluate__episodes=0, optimizer__learning_rate=0.01)
+    another_process(monkeypatch)
+    (own / "net.py").write_text(NET.replace("    def predict(", GROUPS[1:]))
+    with one_error("RUN_MISMATCH", r"group of action.bias was 1 when the run began and is 2 now"):
+        go.train(run.path, {"train.steps": 11, "model.kind": "net.py:Net"}, resume=True, quiet=True)
+    (own / "net.py").write_text(
+        NET.replace("    def predict(", GROUPS[1:].replace("self.action", "self.no"))
+    )
+    with one_error("MODEL", r"parameter_groups\(\) raised .*, at .*net.py:\d+ in parameter_groups"):
+        train("other", evaluate__episodes=0)
+
+
 OURS: dict[str, dict[str, Any]] = {
     "bc": {"model.kind": "mlp", "model.history": 3, "selection.strategy": "top_percent"},
     "rvs": {

@@ -20,7 +20,7 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import TrainSettings
 from gear_offline.distributed.world import World
 from gear_offline.errors import UnavailableError
-from gear_offline.kernels.adamw import Update
+from gear_offline.kernels.adamw import Update, enqueue_together
 from gear_offline.kernels.cuda_module import capturing
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
@@ -114,10 +114,9 @@ class RunPart:
         batch: int,
         fill_seconds: float | None = None,
     ) -> None:
-        assert optimizer.on_device is not None, "made with captured=True"
+        assert optimizer.on_device, "made with captured=True"
         self.optimizer, self.batches, self._window = optimizer, batches, window.rows
         self._parts = window.parts
-        self._adamw = optimizer.on_device
         device = window.rows.device
         self._row = torch.full((1,), window.filled, dtype=torch.int64, device=device)
         self._index = torch.full((1,), step, dtype=torch.int64, device=device)
@@ -127,19 +126,19 @@ class RunPart:
 
     def update(self, loss: Tensor) -> Update:
         """Return the update, which clips, steps the optimiser, notes loss and norm, and counts."""
-        return Update(self._adamw, loss, self._index, self._row, self._window)
+        return Update(self.optimizer.on_device, loss, self._index, self._row, self._window)
 
     def finish(self, loss: Tensor, parts: Tensor | None = None) -> None:
         """Do what `update` returns by itself; note the `parts` of several losses."""
         if parts is not None:
             self._parts.index_copy_(0, self._row, parts[None])
-        self._adamw.enqueue(loss, index=self._index, row=self._row, window=self._window)
-        self.optimizer.update_steady()
+        enqueue_together([self.update(loss)])
 
     def finish_capture(self, graph: Any) -> None:
         """Make a captured update ready for replays, whose first batch is the next one again."""
         self.graph = graph
-        self._adamw.send_addresses()
+        for group in self.optimizer.on_device:
+            group.send_addresses()
         self.batches.set_step(self._batch)
 
     def wait_seconds(self) -> float:

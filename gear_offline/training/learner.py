@@ -31,7 +31,7 @@ from gear_offline.kernels.gather import Windows
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.options import loader_options, recipe_sampler
-from gear_offline.models.base import ModelSizes, SequenceModel
+from gear_offline.models.base import ModelSizes, SequenceModel, calling_model
 from gear_offline.training.cost import Meter, is_compiled
 from gear_offline.training.graph import RunPart, start_compilers, why_not_captured
 from gear_offline.training.model import make_training_model
@@ -104,6 +104,9 @@ class Learner:
         self.is_captured = self.graph_reason is None  # else steps are launched one by one
         if is_compiled(recipe.train) and self.is_captured:
             start_compilers()
+        with calling_model(self.model, "parameter_groups()"):
+            described = self.model.parameter_groups(recipe.optimizer)
+            groups = [{**group, "params": [*group["params"]]} for group in described]
         self.optimizer = Optimizer(
             self.model,
             recipe.optimizer,
@@ -111,7 +114,7 @@ class Learner:
             captured=self.is_captured,
             device=device,
             working=None if self.working.model is self.model else self.working.model,
-            steady=self.model.steady,
+            groups=groups,
         )
         self.part: RunPart | None = None  # of a captured step, made by `join`
         if world.rank:  # each rank but the first one draws dropout from a stream of its own
@@ -221,7 +224,7 @@ class Learner:
 
     def finish_step(self, loss: Tensor) -> None:
         """Update the weights by the gradients that they have."""
-        if self.optimizer.on_device is not None:
+        if self.optimizer.on_device:
             self.optimizer.finish(self.step, loss, self.window.rows, self.window.filled)
             self.window.count()
         else:

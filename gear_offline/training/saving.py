@@ -39,7 +39,7 @@ from gear_offline.artifacts.checkpoint import (
     strip_prefix,
     write_checkpoint,
 )
-from gear_offline.errors import NO_SPACE, GearError
+from gear_offline.errors import NO_SPACE, GearError, InputError
 from gear_offline.training.learner import Learner
 from gear_offline.training.parallel import is_spread
 
@@ -199,6 +199,7 @@ def _state(learner: Learner, seconds: float) -> SavedState:
         recipe=learner.recipe.to_dict(),
         loader=learner.loader.state_dict(),
         window=learner.loader.window,
+        groups=learner.optimizer.describe(),
     )
 
 
@@ -216,6 +217,7 @@ def restore(learner: Learner, folder: Path, say: Callable[[str], None]) -> float
         return 0.0
     state = SavedState.model_validate_json(text)
     path = folder / checkpoint_name(state.step)
+    _check_groups(learner, state, path)
     in_parts = bool(state.shards and learner.parallel.sharded)  # each rank reads what it holds
 
     def read() -> dict[str, Tensor]:
@@ -238,6 +240,25 @@ def restore(learner: Learner, folder: Path, say: Callable[[str], None]) -> float
     except (KeyError, RuntimeError) as error:
         raise run_damaged(path, f"it does not fit the recipe ({error})") from error
     return state.seconds
+
+
+def _check_groups(learner: Learner, state: SavedState, path: Path) -> None:
+    """Refuse a checkpoint whose parameters were updated by other options (``RUN_MISMATCH``)."""
+    if state.groups is None:
+        return
+    then, today = (
+        {name: {"group": number, **group} for number, group in enumerate(groups, start=1)
+         for name in group["params"]}
+        for groups in (state.groups, learner.optimizer.describe())
+    )  # fmt: skip
+    for name in sorted(then.keys() & today.keys()):
+        was, now = then[name], today[name]
+        for option in sorted({*was, *now} - {"params"}):
+            if was.get(option) != now.get(option):
+                problem = f"{option} of {name} was {was.get(option)} when the run began and is "
+                problem += f"{now.get(option)} now"
+                remedy = "undo that (parameter_groups() of the model, train.steps), or train into "
+                raise InputError("RUN_MISMATCH", problem, str(path), f"{remedy}another directory")
 
 
 def _snapshot(

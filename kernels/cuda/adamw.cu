@@ -1,4 +1,5 @@
 // Clip by the norm of all gradients, then AdamW, over many tensors in two launches.
+// Groups of a model's tensors with rules and norms of their own are two launches each.
 //
 // AdamW is that of Loshchilov and Hutter (2019), in the order of operations of PyTorch's fused one.
 // Weights that the model computes with in bfloat16 (shadows) get their gradients in it too, and are
@@ -53,6 +54,8 @@ struct AdamwJob {
     double rate;
     double beta1, beta2, epsilon, decay;
     double limit;         // of the norm; infinite for none
+    double* squares;      // of the norms of a model's groups before its last one
+    i64 is_last;          // of its groups: it notes loss and norm, and counts
 };
 
 struct AdamwJobs {  // of the models that are updated together: one, or those of a stack
@@ -84,6 +87,7 @@ GEAR_CODE void prepare(const AdamwJob& job) {
     for (i64 i = threadIdx.x; i < job.tensor_count; i += THREADS)
         job.counts[i] = (float)(index + 1);
     if (threadIdx.x) return;
+    *job.squares = 0.0;
     double rate = rate_of(job, index);
     Rule rule;
     rule.shrink = (float)(rate * job.decay);
@@ -99,11 +103,14 @@ GEAR_CODE void prepare(const AdamwJob& job) {
 
 // The last block of the second kernel: metrics and counters.  A run that a captured stack goes on
 // without is at rows past its window's end sooner or later: nobody asks for them.
-GEAR_CODE void finish(const AdamwJob& job, double norm) {
+GEAR_CODE void finish(const AdamwJob& job, double sum) {
+    sum += *job.squares;
+    *job.squares = sum;
+    if (!job.is_last) return;
     i64 row = *job.row;
     if (row < job.window_rows) {
         job.window[2 * row] = *job.loss;
-        job.window[2 * row + 1] = (float)norm;
+        job.window[2 * row + 1] = (float)sqrt(sum);
     }
     *job.row = row + 1;
     *job.index += 1;
@@ -339,7 +346,7 @@ GEAR_CODE void step(const AdamwJob& job, u32 block, u32 blocks) {
         double norm = sqrt(sum);
         float scale = (float)(job.limit / (norm + 1e-6));
         shared_scale = scale > 1.0f ? 1.0f : scale;  // a norm that is not a number stays one
-        if (block == blocks - 1) finish(job, norm);  // nobody else reads that in this launch
+        if (block == blocks - 1) finish(job, sum);  // nobody else reads that in this launch
     }
     __syncthreads();
     float scale = shared_scale;
