@@ -3,7 +3,8 @@
 The value V is the expectile of the slow critics at the data's actions, the critics are regressed on
 ``r + gamma V(s')``, and the policy clones the data's actions, weighted by ``exp(beta (Q - V))``.
 Nothing comes after a step at which the environment ended the episode.  A step whose next state is
-not known, at a cut, teaches the critics nothing.
+not known, at a cut, teaches the critics nothing.  As in the authors' code the policy's learning
+rate falls as a cosine, the others' stay.
 
 Shape legend: B windows, K steps, S state elements, A action elements or discrete actions.
 """
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gear_offline.config.sections import IQLSettings
+from gear_offline.config.sections import IQLSettings, OptimizerSettings
 from gear_offline.errors import InputError
 from gear_offline.models.base import ModelFacts, PlayedWindow, SequenceModel
 
@@ -85,6 +86,10 @@ class IQL(SequenceModel):
             "critic": torch.stack(errors).mean(0).where(known, 0.0),
             "policy": weight * self._policy_loss(batch),
         }
+
+    def parameter_groups(self, optimizer: OptimizerSettings) -> list[dict[str, Any]]:
+        learnt = [*self.policy.parameters(), *([self.log_std] if self.stochastic else [])]
+        return [{"params": learnt, "schedule": self.settings.policy_schedule}]
 
     def after_step(self) -> None:
         slow = zip(self.slow.parameters(), self.critics.parameters(), strict=True)

@@ -100,10 +100,23 @@ def test_ranks_learn_what_one_process_learns(torchrun: bool, tmp_path: Path) -> 
         assert mine == pytest.approx(theirs, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["mlp", "decoupled"])
-def test_other_models_learn_on_two_ranks_what_they_learn_on_one(kind: str, tmp_path: Path) -> None:
+EXTRAS = "loader.extra_columns=next_states,terminated,has_next"
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("mlp", ["model.dropout=0"]),
+        ("decoupled", ["model.dropout=0"]),
+        ("iql", [EXTRAS, "optimizer.clip_norm=0.1"]),  # groups are clipped by norms of all ranks
+        ("iql", [EXTRAS, "model.policy=deterministic", "train.parallel=fsdp"]),
+    ],
+)
+def test_other_models_learn_on_two_ranks_what_they_learn_on_one(
+    kind: str, more: list[str], tmp_path: Path
+) -> None:
     data = make_dataset(tmp_path, [9, 30, 4, 17, 25]).path
-    changes = [f"model.kind={kind}", "model.dropout=0", "train.steps=5", "train.log_every=1"]
+    changes = [f"model.kind={kind}", *more, "train.steps=5", "train.log_every=1"]
     recipe = ranks_recipe(tmp_path / "ranks.yaml", data, *changes)
     alone = train_run(load_recipe(recipe), out=tmp_path / "alone", quiet=True)
     trained(2, recipe, tmp_path / "run", 5)

@@ -544,6 +544,8 @@ class IQLSettings(ModelSettings):
     """Rewards are divided by it; auto: best less worst return of the data, over 1000."""
     policy: Literal["gaussian", "deterministic"] = "gaussian"
     """gaussian: a likelihood with one deviation an action element; deterministic: squared error."""
+    policy_schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Of the policy, in place of optimizer.schedule, which values and critics have."""
     hidden_size: Positive = 256
     """Width of the layers."""
     layers: Annotated[Whole, Field(ge=1, le=1000)] = 2
