@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -131,6 +133,35 @@ def timed(call: Call, count: int = 1) -> float:
     return (time.perf_counter() - began) / count
 
 
+@dataclass(frozen=True)
+class Served:
+    """A call whose answers other processes prepare.
+
+    They stand still outside its turns: else they would slow the candidates that follow, and its
+    next turn would begin with answers that cost nothing.
+    """
+
+    call: Call
+    processes: tuple[int, ...]
+
+    def __call__(self) -> object:
+        """Return the next answer."""
+        return self.call()
+
+
+def _signal(call: Call, number: signal.Signals) -> None:
+    for process in call.processes if isinstance(call, Served) else ():
+        os.kill(process, number)
+
+
+@contextmanager
+def _turn(call: Call) -> Iterator[None]:
+    """Let the processes behind a call run meanwhile."""
+    _signal(call, signal.SIGCONT)
+    yield
+    _signal(call, signal.SIGSTOP)
+
+
 def alternate(
     candidates: Mapping[str, Call], *, turns: int, seconds: float, label: str = "turns"
 ) -> dict[str, float]:
@@ -139,16 +170,24 @@ def alternate(
     They take turns of about `seconds`, so that a disturbance of the machine meets all of them.
     """
     calls: dict[str, int] = {}
-    for name, call in candidates.items():
-        timed(call)  # caches, lazy buffers, imports
-        few = max(1, int(seconds / 10 / max(timed(call), 1e-6)))
-        calls[name] = max(1, int(seconds / max(timed(call, min(few, 1000)), 1e-6)))
     seconds_of: dict[str, list[float]] = {name: [] for name in candidates}
-    with Progress(label, total=turns * len(candidates), unit="turns") as progress:
-        for _ in range(turns):
-            for name, call in candidates.items():
-                seconds_of[name].append(timed(call, calls[name]))
-                progress.advance()
+    try:
+        for call in candidates.values():
+            _signal(call, signal.SIGSTOP)
+        for name, call in candidates.items():
+            with _turn(call):
+                timed(call)  # caches, lazy buffers, imports
+                few = max(1, int(seconds / 10 / max(timed(call), 1e-6)))
+                calls[name] = max(1, int(seconds / max(timed(call, min(few, 1000)), 1e-6)))
+        with Progress(label, total=turns * len(candidates), unit="turns") as progress:
+            for _ in range(turns):
+                for name, call in candidates.items():
+                    with _turn(call):
+                        seconds_of[name].append(timed(call, calls[name]))
+                    progress.advance()
+    finally:
+        for call in candidates.values():
+            _signal(call, signal.SIGCONT)
     return {name: statistics.median(times) for name, times in seconds_of.items()}
 
 

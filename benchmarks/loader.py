@@ -1,4 +1,4 @@
-"""Batches a second of GearLoader, plain NumPy, d3rlpy, TorchRL, Reverb, the original procedure.
+"""Batches a second of GearLoader and of other libraries, plain NumPy, the original procedure.
 
 All cut segments of K=20 steps out of the same table in memory and hand them over as tensors on the
 CPU: states, actions, rewards, returns-to-go, timesteps, mask.  GearLoader selects, gathers and
@@ -37,7 +37,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
                 try:
                     candidates[name] = make(data, size, CONTEXT)
                 except ImportError as error:
-                    say(f"skipped {name}: {error}; the extra `bench` brings d3rlpy and TorchRL")
+                    say(f"skipped {name}: {error}; the extra `bench` brings all but Reverb")
             turns, seconds = (3, 0.05) if quick else (9, 0.25)
             times = alternate(candidates, turns=turns, seconds=seconds, label=f"B={size}")
             rows += [

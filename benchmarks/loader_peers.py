@@ -7,22 +7,38 @@ Shape legend: N steps, E episodes, B segments, K steps of a segment.
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
-import tempfile
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.data import DataLoader, RandomSampler
 
-from benchmarks.common import Data
+from benchmarks.common import ACTION_DIM, STATE_DIM, Data, Served
 from gear_offline.core.types import Int64Array
 
 NextBatch = Callable[[], object]
-REVERB_STEPS = 100_000  # its table holds an item a segment
+FEW_STEPS = 100_000  # of peers that hold a row a window, or take minutes to fill
+WORKERS = 2  # of Minari's DataLoader
+FIELDS = ("states", "actions", "rewards", "returns_to_go", "timesteps", "attention_mask")
+
+
+def _shorten(data: Data) -> Data:
+    """Return the first episodes."""
+    count = int(np.searchsorted(data.offsets, FEW_STEPS, side="right")) - 1
+    steps = int(data.offsets[count])
+    names = ("states", "actions", "rewards", "returns_to_go")
+    columns = {name: getattr(data, name)[:steps] for name in names}
+    return replace(data, offsets=data.offsets[: count + 1], **columns)
 
 
 class PlainGather:
@@ -163,6 +179,105 @@ def torchrl_slices(data: Data, batch_size: int, span: int) -> NextBatch:
     return lambda: buffer.sample()
 
 
+def hugging_face_windows(data: Data, batch_size: int, span: int) -> NextBatch:
+    """Hugging Face `datasets`: a padded window a row, tables of Arrow, no workers.
+
+    Slower on two cores: rows of steps, the formats "torch" and "numpy", workers.
+    """
+    import datasets
+    import pyarrow
+
+    data = _shorten(data)
+    lengths = np.diff(data.offsets)
+    first = np.arange(data.offsets[-1])
+    starts, ends = (np.repeat(edge, lengths) for edge in (data.offsets[:-1], data.offsets[1:]))
+    fields: Any = PlainGather(data, span)(first, first - starts, ends)
+    lists = [
+        pyarrow.ListArray.from_arrays(
+            np.arange(len(first) + 1, dtype=np.int32) * field[0].numel(), field.numpy().reshape(-1)
+        )
+        for field in fields
+    ]
+    rows = datasets.Dataset(pyarrow.table(lists, names=FIELDS)).with_format("arrow")
+    shapes = [(batch_size, *field.shape[1:]) for field in fields]
+    generator = np.random.default_rng(0)
+
+    def call() -> object:
+        table: Any = rows[generator.integers(0, len(first), batch_size).tolist()]
+        return [
+            torch.from_numpy(np.array(column.combine_chunks().flatten()).reshape(shape))
+            for column, shape in zip(table.columns, shapes, strict=True)
+        ]
+
+    return call
+
+
+def minari_episodes(data: Data, batch_size: int, span: int) -> NextBatch:
+    """Minari's dataset in Arrow files, episodes through a `DataLoader` of two workers.
+
+    Slower: HDF5 files, `sample_episodes`, no workers.
+    """
+    import gymnasium
+    import minari
+    import pyarrow  # noqa: F401  # its Arrow files need it
+
+    data = _shorten(data)
+    buffers = [
+        minari.data_collector.EpisodeBuffer(
+            observations=data.states[[*range(begin, end), end - 1]],
+            actions=data.actions[begin:end],
+            rewards=list(data.rewards[begin:end]),
+            terminations=[False] * (end - begin),
+            truncations=[False] * (end - begin - 1) + [True],
+        )
+        for begin, end in itertools.pairwise(data.offsets.tolist())
+    ]
+    spaces = [gymnasium.spaces.Box(-9, 9, x.shape[1:]) for x in (data.states, data.actions)]
+    os.environ["MINARI_DATASETS_PATH"] = str(data.dataset.path.parent)
+    with warnings.catch_warnings(action="ignore"):  # it misses an author, a description, ...
+        episodes: Any = minari.create_dataset_from_buffers(
+            f"benchmark/hopper{batch_size}-v0",
+            buffers,
+            observation_space=spaces[0],
+            action_space=spaces[1],
+            data_format="arrow",
+        )
+    others = active_children()
+    batches = iter(
+        DataLoader(
+            episodes,
+            batch_size,
+            sampler=RandomSampler(episodes, replacement=True, num_samples=1 << 40),
+            collate_fn=partial(_cut_windows, np.random.default_rng(0), span),
+            num_workers=WORKERS,
+        )
+    )
+    workers = tuple(child.pid or 0 for child in active_children() if child not in others)
+    return Served(batches.__next__, workers)
+
+
+def _cut_windows(generator: np.random.Generator, span: int, episodes: Sequence[Any]) -> object:
+    """Cut a window out of each episode of Minari, pad and stack them."""
+    fields = [np.zeros((len(episodes), span, n), np.float32) for n in (STATE_DIM, ACTION_DIM, 1, 1)]
+    timesteps, mask = (np.zeros((len(episodes), span), np.int64) for _ in range(2))
+    for row, episode in enumerate(episodes):
+        start = int(generator.integers(len(episode.rewards)))
+        window = slice(start, start + span)
+        rest = np.cumsum(episode.rewards[::-1])[::-1]
+        columns = (
+            episode.observations[:-1],
+            episode.actions,
+            episode.rewards[:, None],
+            rest[:, None],
+        )
+        for field, column in zip(fields, columns, strict=True):
+            values = column[window]
+            field[row, : len(values)] = values
+        timesteps[row, : len(values)] = np.arange(start, start + len(values))
+        mask[row, : len(values)] = 1
+    return [torch.from_numpy(x) for x in (*fields, timesteps, mask)]
+
+
 def reverb_dataset(data: Data, batch_size: int, span: int) -> NextBatch:
     """Reverb's `TrajectoryDataset` of a table in the same process, the fastest of its settings.
 
@@ -170,28 +285,31 @@ def reverb_dataset(data: Data, batch_size: int, span: int) -> NextBatch:
     """
     if "REVERB" not in os.environ:
         raise ImportError("REVERB names no Python that has dm-reverb")
-    ends = data.offsets[1 : np.searchsorted(data.offsets, REVERB_STEPS, side="right")]
-    steps = ends[-1]
-    columns = {name: getattr(data, name)[:steps] for name in ("states", "actions")}
-    columns |= {name: getattr(data, name)[:steps, None] for name in ("rewards", "returns_to_go")}
-    starts = data.offsets[: len(ends)]
-    columns["timesteps"] = np.arange(steps) - np.repeat(starts, ends - starts)
-    with tempfile.TemporaryDirectory(prefix="gear-benchmark-") as folder:
-        path = Path(folder) / "steps.npz"
-        np.savez(path, ends=ends, **columns)
-        command = [os.environ["REVERB"], "-m", "benchmarks.reverb_reader", path, batch_size, span]
-        pipe = subprocess.PIPE
-        child = subprocess.Popen([*map(str, command)], stdin=pipe, stdout=pipe, text=True)
-        ask, answer = child.stdin, child.stdout
-        assert ask is not None and answer is not None
+    command = [os.environ["REVERB"], "-m", "benchmarks.reverb_reader"]
+    command += [str(write_steps(data)), str(batch_size), str(span)]
+    pipe = subprocess.PIPE
+    child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+    ask, answer = child.stdin, child.stdout
+    assert ask is not None and answer is not None
 
-        def call() -> object:
-            print(file=ask, flush=True)
-            return answer.readline()
+    def call() -> object:
+        print(file=ask, flush=True)
+        return answer.readline()
 
-        if not call():
-            raise ImportError(f"{command[0]} ended")
-    return call
+    if not call():
+        raise ImportError(f"{command[0]} ended")
+    return Served(call, (child.pid,))
+
+
+def write_steps(data: Data) -> Path:
+    """Write the columns of the first episodes, and where they end, for a child to read."""
+    data, path = _shorten(data), data.dataset.path.parent / "steps.npz"
+    columns = {name: getattr(data, name) for name in ("states", "actions")}
+    columns |= {name: getattr(data, name)[:, None] for name in ("rewards", "returns_to_go")}
+    begins = np.repeat(data.offsets[:-1], np.diff(data.offsets))
+    columns["timesteps"] = np.arange(len(begins)) - begins
+    np.savez(path, ends=data.offsets[1:], **columns)
+    return path
 
 
 PEERS: dict[str, Callable[[Data, int, int], NextBatch]] = {
@@ -200,5 +318,7 @@ PEERS: dict[str, Callable[[Data, int, int], NextBatch]] = {
     "original procedure": original_procedure,
     "d3rlpy": d3rlpy_trajectories,
     "TorchRL": torchrl_slices,
+    "Hugging Face datasets": hugging_face_windows,
+    "Minari": minari_episodes,
     "Reverb": reverb_dataset,
 }

@@ -35,6 +35,9 @@ ON_A_CPU = ("loader", "load", "select")  # of a few seconds
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "STEPS", 20_000)
     monkeypatch.setattr(common, "EPISODES", 60)
+    monkeypatch.setattr("benchmarks.loader.BATCH_SIZES", (8,))
+    monkeypatch.setattr("benchmarks.loader_peers.FEW_STEPS", 5_000)
+    monkeypatch.setattr("benchmarks.loader_peers.WORKERS", 0)
     monkeypatch.setattr("benchmarks.load.QUICK_STEPS", 20_000)
     monkeypatch.setattr("benchmarks.select.QUICK_SIZES", (10_000,))
     monkeypatch.setattr("benchmarks.select.QUICK_DRAWS", 1_000)
