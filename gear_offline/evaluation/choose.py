@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -68,11 +68,11 @@ class JudgedPolicy:
     estimate: float  # discounted return from the data's first states
     low: float  # 95 % interval of that, over first states and critics
     high: float
-    disagreement: float  # standard deviation over critics of other episodes
+    critics: tuple[float, ...]  # the estimate of each, which saw other episodes
     outside: float  # share of its actions that no similar state of the data has
     action_error: float  # on the best tenth of (held-out) episodes; deviations, or share of others
     validation_loss: float | None
-    p: float  # that the best is no better than it; of one policy alone, that the data are not
+    p: float = 1.0  # that the best is no better than it; of one policy alone, that the data are not
 
     @property
     def leaves(self) -> bool:
@@ -83,7 +83,8 @@ class JudgedPolicy:
         """Return its row of the table, by `HEADINGS`."""
         return [
             *(self.label, short(self.estimate), f"{short(self.low)} to {short(self.high)}"),
-            *(short(self.disagreement), f"{self.outside:.0%}", f"{self.action_error:.2f}"),
+            *(short(float(np.std(self.critics, ddof=1))), f"{self.outside:.0%}"),
+            f"{self.action_error:.2f}",
             number_text(self.validation_loss),
         ]
 
@@ -101,9 +102,23 @@ class Choice(Printed, Document):
     gamma: float
     data_mean: float  # discounted returns of the data's episodes
     data_best: float
-    data_estimate: float  # of the critics, of the data themselves: to compare with `data_mean`
+    data_worst: float
+    data_critics: tuple[float, ...]  # their estimates of the data's own mean
     policies: tuple[JudgedPolicy, ...]  # the best estimate first
-    plot: Path | None
+    plot: Path | None = None
+
+    def among(self, labels: Sequence[str]) -> Choice:
+        """Return the answer about some of the policies; nothing is fitted again."""
+        rows = [row for row in self.policies if row.label in labels]
+        if not rows or {*labels} - {row.label for row in rows}:
+            remedy = f"there are {', '.join(row.label for row in self.policies)}"
+            raise InputError("USAGE", f"not all of {', '.join(labels)} were judged", remedy=remedy)
+        best = np.array(rows[0].critics if len(rows) > 1 else self.data_critics)
+        error = ERROR * (self.data_best - self.data_worst)
+        rows = [replace(row, p=_p_value(best - np.array(row.critics), error)) for row in rows]
+        bias = abs(float(np.mean(self.data_critics)) - self.data_mean)
+        answer, chosen = _answer(rows, bias, self.data_best - self.data_worst)
+        return replace(self, answer=answer, best=tuple(chosen), policies=tuple(rows), plot=None)
 
     def print(self, *, console: Terminal | None = None) -> None:
         """Print the answer, the table and how to read it."""
@@ -117,8 +132,9 @@ class Choice(Printed, Document):
         text += f"{short(self.data_mean)}, best {short(self.data_best)}"
         console.print(text)
         text = "critics: deviation over episodes that were left out; of the data's own mean they "
-        text += f"say {short(self.data_estimate)}; outside: share of actions that no similar state "
-        console.print(f"{text}has; error: of actions on the best tenth of the episodes")
+        text += f"say {short(float(np.mean(self.data_critics)))}; outside: share of actions that no"
+        text += " similar state has; error: of actions on the best tenth of the episodes"
+        console.print(text)
 
 
 @torch_threads(None)
@@ -233,11 +249,7 @@ def choose(
     errors = _action_errors(transitions, actions[1:], record, unseen, discrete=discrete)
     labels = _labels(candidates)
     rows = list[JudgedPolicy]()
-    means = estimates.mean((1, 2))
-    spread = float(np.ptp(returns))
-    bias, error = abs(float(means[0] - returns.mean())), ERROR * spread
-    best = 1 + int(means[1:].argmax())
-    rivals = [0 if len(candidates) == 1 else best] * len(candidates)  # 0: what the data did
+    means = estimates.mean(2)  # (1 + P, C)
     for number, (path, each, target) in enumerate(candidates):
         replicates = _replicates(estimates[1 + number], seed)
         low, high = np.quantile(replicates, [0.025, 0.975])
@@ -247,21 +259,18 @@ def choose(
                 run=str(path),
                 step=each.facts.step,
                 target=target,
-                estimate=float(means[1 + number]),
+                estimate=float(means[1 + number].mean()),
                 low=float(low),
                 high=float(high),
-                disagreement=float(estimates[1 + number].mean(1).std(ddof=1)),
+                critics=tuple(means[1 + number].tolist()),
                 outside=float(outside[number]),
                 action_error=float(errors[number]),
                 validation_loss=_validation_loss(each),
-                p=_p_value(estimates[[rivals[number], 1 + number]], error),
             )
         )
-    rows.sort(key=lambda row: -row.estimate)
-    answer, chosen = _answer(rows, bias, spread)
-    choice = Choice(
-        answer=answer,
-        best=tuple(chosen),
+    judged = Choice(
+        answer="",
+        best=(),
         notes=notes,
         data=str(dataset.path),
         episodes=len(sample),
@@ -269,10 +278,11 @@ def choose(
         gamma=float(gamma),
         data_mean=float(returns.mean()),
         data_best=float(returns.max()),
-        data_estimate=float(means[0]),
-        policies=tuple(rows),
-        plot=plot,
+        data_worst=float(returns.min()),
+        data_critics=tuple(means[0].tolist()),
+        policies=tuple(sorted(rows, key=lambda row: -row.estimate)),
     )
+    choice = replace(judged.among(labels), plot=plot)
     if plot is not None:
         _draw(choice, plot)
     return choice
@@ -556,16 +566,16 @@ def _replicates(estimates: Array, seed: int, count: int = 1000) -> Float64Array:
     return np.asarray(estimates[numbers[:, None], picked].mean(1), np.float64)
 
 
-def _p_value(pair: Array, error: float) -> float:
-    """Return the one-sided p that the first of two policies, (2, C, E) values, is no better.
+def _p_value(differences: Float64Array, error: float) -> float:
+    """Return the one-sided p that the first of two policies is no better.
 
-    Critics of one number share weights, batches and episodes, so their differences are draws of the
-    sampling error.  The `error` that all critics share is a normal one besides; Student's t has
-    degrees of freedom by Welch and Satterthwaite.
+    Critics of one number share weights, batches and episodes, so their `differences`, (C,), are
+    draws of the sampling error.  The `error` that all critics share is a normal one besides;
+    Student's t has degrees of freedom by Welch and Satterthwaite.
     """
-    differences = (pair[0] - pair[1]).mean(1).astype(np.float64)
-    sampling, variance = differences.var(ddof=1), differences.var(ddof=1) + error**2
-    if not variance:
+    sampling = differences.var(ddof=1)
+    variance = sampling + error**2
+    if not variance > 0:
         return 0.5
     from scipy.special import stdtr  # 0.1 s to import
 
