@@ -52,6 +52,17 @@ MAX_THREADS = 8  # that verify shards
 
 Columns = dict[str, Array]
 OnProgress = Callable[[int], None]
+Member = Callable[["Dataset", int], BoolArray]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class View:
+    """The choice of episodes of a dataset that has not all, as its own properties describe it."""
+
+    whole: Dataset
+    numbers: Int64Array
+    depth: int = 1
+    member: Member | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -81,14 +92,8 @@ class Dataset:
         How many pieces were admitted to it since it was converted.
     frozen
         Whether its statistics stay those of the shards before the first admission.
-    whole
-        Of a view, which has some of the episodes (`view_episodes`): the dataset of all.
-    numbers
-        (E,) int64, of a view: numbers of its episodes in `whole`, rising.
-    depth
-        Of a view: 1, of a view of a view 2, and so on.
-    member
-        Of a view: which episodes of a dataset, from a number on, it gets as it grows; None: none.
+    view
+        Which of the episodes these are, if there are others (`view_episodes`).
     """
 
     path: Path
@@ -101,10 +106,7 @@ class Dataset:
     identities: list[FileIdentity] = field(repr=False)
     admissions: int = 0
     frozen: bool = False
-    whole: Dataset | None = field(default=None, repr=False)
-    numbers: Int64Array | None = field(default=None, repr=False)
-    depth: int = 0
-    member: Callable[[Dataset, int], BoolArray] | None = None
+    view: View | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         return f"Dataset({str(self.path)!r}: {self.spec})"
@@ -112,15 +114,13 @@ class Dataset:
     @cached_property
     def spec(self) -> TableSpec:
         """Columns, steps and episodes."""
-        stored = self.manifest.spec
-        if self.whole is None:
-            return stored
-        return replace(stored, steps=self.episodes.steps, episodes=len(self))
+        stored, steps, episodes = self.manifest.spec, self.episodes.steps, len(self)
+        return replace(stored, steps=steps, episodes=episodes) if self.view else stored
 
     @cached_property
     def statistics(self) -> Mapping[str, ColumnStatistics]:
         """Per column: count, mean, std, min and max over all steps; measured where it has grown."""
-        if self.frozen or not (self.admissions or self.whole is not None):
+        if self.frozen or not (self.admissions or self.view):
             return self.manifest.statistics
         return _MeasuredStatistics(self)
 
@@ -153,21 +153,39 @@ class Dataset:
         """True once every block of every shard has been compared with its digest."""
         return self.verified_shards == len(self.manifest.shards)
 
+    @property
+    def whole(self) -> Dataset | None:
+        """Dataset of all episodes, ``None`` if it is this one."""
+        return self.view.whole if self.view else None
+
+    @property
+    def numbers(self) -> Int64Array | None:
+        """(E,) int64: numbers of a view's episodes in `whole`, rising; ``None`` of all."""
+        return self.view.numbers if self.view else None
+
+    @property
+    def depth(self) -> int:
+        """1 of a view, of a view of a view 2, and so on; 0 of all episodes."""
+        return self.view.depth if self.view else 0
+
+    @property
+    def member(self) -> Member | None:
+        """Which episodes of a dataset, from a number on, a view gets as it grows; None: none."""
+        return self.view.member if self.view else None
+
     @cached_property
     def first_steps(self) -> Int64Array:
         """(shards + 1,) int64: first step of each shard in the dataset, and N at the end."""
         firsts = np.cumsum([0, *(s.steps for s in self.manifest.shards)], dtype=np.int64)
-        if self.whole is not None:
-            firsts = self.episodes.offsets[self.file_steps.searchsorted(firsts)]
+        firsts = self.episodes.offsets[self.file_steps.searchsorted(firsts)]
         firsts.setflags(write=False)
         return firsts
 
     @cached_property
     def file_steps(self) -> Int64Array:
         """(E,) int64: first step of each episode in the shards."""
-        if self.whole is None or self.numbers is None:
-            return self.episodes.offsets[:-1]
-        return self.whole.episodes.offsets[self.numbers]
+        view = self.view
+        return view.whole.episodes.offsets[view.numbers] if view else self.episodes.offsets[:-1]
 
     if not TYPE_CHECKING:  # which finds such names itself
 
@@ -202,9 +220,9 @@ class Dataset:
         if not 0 <= start <= stop <= self.spec.steps:
             problem = f"steps [{start}, {stop}) are not in [0, {self.spec.steps})"
             raise InputError("SELECTION", problem, where=f"column {column}")
-        if self.whole is not None:
+        if self.view:
             pieces = self._file_pieces(start, stop)
-            return np.concatenate([self.whole.read(column, *piece) for piece in pieces])
+            return np.concatenate([self.view.whole.read(column, *piece) for piece in pieces])
         dtype, shape = stored_form(spec)
         rows = np.empty((stop - start, *shape), dtype)
         begin = int(np.searchsorted(self.first_steps, start, side="right")) - 1
@@ -251,13 +269,13 @@ class Dataset:
         in_chunk: slice | BoolArray = slice(None)
         with open(self.open_shard(shard), "rb") as file:
             record, at = self.manifest.shards[shard], 0
-            if self.whole is not None:
-                first = int(self.whole.first_steps[shard])
+            if self.view:
+                first = int(self.view.whole.first_steps[shard])
                 in_view = np.zeros(record.steps, np.bool_)
                 for begin, end in self._file_pieces(*self.first_steps[shard : shard + 2].tolist()):
                     in_view[begin - first : end - first] = True
             for count in _stream(file, self.path, self.manifest, record, tensor, buffer):
-                if self.whole is not None:
+                if self.view:
                     in_chunk, at = in_view[at : at + count], at + count
                 values = buffer[:count].view(spec.dtype).reshape(count, *spec.shape)[in_chunk]
                 if len(values):
@@ -380,7 +398,7 @@ class Dataset:
         `name` is ``USER/NAME``, made (`private`: for you alone) if it is not there, or
         ``USER/NAME@BRANCH``; ``OUTPUT_WRITE`` without a token that may write, or a network.
         """
-        if self.whole is not None:
+        if self.view:
             problem, remedy = "a view has no files of its own", "push the whole dataset"
             raise InputError("USAGE", problem, str(self.path), remedy)
         names = [MANIFEST_NAME, *(shard.name for shard in self.verify().manifest.shards)]
@@ -433,7 +451,7 @@ class _MeasuredStatistics(Mapping[str, ColumnStatistics]):
         if name not in self._known:
             data, first = self._dataset, self._dataset.manifest.statistics[name]
             dtype, shape = stored_form(data.spec[name])
-            is_new = first.nonfinite or data.whole is not None
+            is_new = first.nonfinite or data.view
             moments = Moments(shape) if is_new else Moments.of(first)
             measured = int(np.searchsorted(data.first_steps, moments.rows))
             for shard in range(measured, len(data.manifest.shards)):
@@ -498,38 +516,33 @@ def grow_dataset(dataset: Dataset, admissions: Sequence[Admission]) -> Dataset:
     """Return the dataset with further admissions, whose shards lie in its directory."""
     if not admissions:
         return dataset
-    before, manifest = dataset.whole or dataset, dataset.manifest.grown(admissions)
+    view, manifest = dataset.view, dataset.manifest.grown(admissions)
+    before = view.whole if view else dataset
     before = replace(before, verified_shards=dataset.verified_shards, frozen=dataset.frozen)
     larger = with_shards(dataset.path, manifest, before)
     larger = _summed_up(replace(larger, admissions=dataset.admissions + len(admissions)))
-    if dataset.numbers is None:
+    if view is None:
         return larger
-    mask = np.zeros(0, bool) if dataset.member is None else dataset.member(larger, len(before))
+    mask = np.zeros(0, bool) if view.member is None else view.member(larger, len(before))
     added = np.flatnonzero(mask) + len(before)
-    return view_episodes(larger, np.append(dataset.numbers, added), dataset.member)
+    return view_episodes(larger, np.append(view.numbers, added), view.member)
 
 
 def view_episodes(
     dataset: Dataset,
     numbers: Int64Array,
-    member: Callable[[Dataset, int], BoolArray] | None = None,
+    member: Member | None = None,
 ) -> Dataset:
     """Return a view of a dataset as if it had no other episodes than `numbers`, which rise.
 
     Nothing is copied; `member` is the view's.
     """
-    view = replace(
-        dataset,
-        episodes=EpisodeIndex(dataset.episodes.lengths[numbers]),
-        terminated=dataset.terminated[numbers],
-        truncated=dataset.truncated[numbers],
-        returns=dataset.returns[numbers],
-        whole=dataset.whole or dataset,
-        numbers=numbers if dataset.numbers is None else dataset.numbers[numbers],
-        depth=dataset.depth + 1,
-        member=member,
-    )
-    return _summed_up(view)
+    if view := dataset.view:
+        view = replace(view, numbers=view.numbers[numbers], depth=view.depth + 1, member=member)
+    rows = {n: getattr(dataset, n)[numbers] for n in ("terminated", "truncated", "returns")}
+    episodes = EpisodeIndex(dataset.episodes.lengths[numbers])
+    view = view or View(whole=dataset, numbers=numbers, member=member)
+    return _summed_up(replace(dataset, episodes=episodes, view=view, **rows))
 
 
 def _summed_up(dataset: Dataset) -> Dataset:

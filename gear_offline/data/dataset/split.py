@@ -106,10 +106,11 @@ def split(
 
 def held_out_part(dataset: Dataset, observations: Sequence[str]) -> Dataset:
     """Return the episodes that a view leaves out, with the view's moments of `observations`."""
-    assert dataset.whole is not None and dataset.numbers is not None, "some episodes are held out"
-    numbers = np.setdiff1d(np.arange(len(dataset.whole)), dataset.numbers)
+    view = dataset.view
+    assert view is not None, "some episodes are held out"
+    numbers = np.setdiff1d(np.arange(len(view.whole)), view.numbers)
     moments = {name: dataset.statistics[name] for name in observations}
-    part = view_episodes(dataset.whole, numbers)
+    part = view_episodes(view.whole, numbers)
     statistics = {**part.manifest.statistics, **moments}
     manifest = part.manifest.replace_fields(statistics=statistics)
     return replace(part, manifest=manifest, verified_shards=dataset.verified_shards, frozen=True)
