@@ -4,6 +4,7 @@ from gear_offline.analysis.audit import audit as audit
 from gear_offline.analysis.blame import blame as blame
 from gear_offline.analysis.spikes import find_spikes as find_spikes
 from gear_offline.analysis.strategies import compare_strategies as compare_strategies
+from gear_offline.analysis.value import value as value
 from gear_offline.artifacts.export import export_policy as export_policy
 from gear_offline.artifacts.trained import load_policy as load_policy
 from gear_offline.batches.sampling import make_sampler as make_sampler

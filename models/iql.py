@@ -91,6 +91,13 @@ class IQL(SequenceModel):
         learnt = [*self.policy.parameters(), *([self.log_std] if self.stochastic else [])]
         return [{"params": learnt, "schedule": self.settings.policy_schedule}]
 
+    def estimate(self, states: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return V(s) and the lesser Q(s, a), (...) each, in units of the data's rewards."""
+        pairs = torch.cat([states, self._flat_actions(actions)], -1)
+        lesser = torch.minimum(*(critic(pairs)[..., 0] for critic in self.slow))
+        scale = self.settings.reward_scale
+        return scale * self.value(states)[..., 0], scale * lesser
+
     def after_step(self) -> None:
         slow = zip(self.slow.parameters(), self.critics.parameters(), strict=True)
         for copy, critic in slow:

@@ -40,6 +40,7 @@ SURFACE = {
     "convert": "source out shard-size workers ray columns discrete rename map where rule ends "
     "shift environment environment-options reference allow-nonfinite overwrite quiet",
     "export": "dataset out columns overwrite quiet",
+    "value": "data out with checkpoint device overwrite quiet",
     "push": "what name task private model",
     "inspect": "dataset verify full json quiet",
     "audit": "dataset against json quiet",
@@ -247,6 +248,7 @@ USAGE: sweep smoke --seeds 0
 OUTPUT_EXISTS: sweep smoke --out data
 SELECTION: strategies smoke --strategies unifrm
 RUN_NOT_FOUND: act nothing
+MODEL: value data out --with run
 SOURCE_READ: convert note.txt out
 COLUMN: convert mine.hdf5 out --columns nothing
 COLUMN: convert mine.hdf5 out --rename nothing=rewards

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from gear_offline.artifacts.checkpoint import (
 )
 from gear_offline.artifacts.json_lines import read_document
 from gear_offline.artifacts.records import EvaluationReport, read_evaluations
-from gear_offline.batches.tables.fields import Scales, Window
+from gear_offline.batches.tables.fields import Scales, Window, is_discrete
 from gear_offline.config.arguments import check_arguments
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.hub import PREFIX, fetch, is_hub
 from gear_offline.core.parts import admit, digest_of, is_same, part_name, readmit
 from gear_offline.core.torch_state import torch_defaults
+from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError, given_path
 from gear_offline.models.base import MODELS, SequenceModel
@@ -79,6 +81,28 @@ class TrainedModel:
         # what is somebody else's and was not captured in training may wait for the GPU, too
         policy.captures = recipe.train.graph != "off" or recipe.model.kind in MODELS.own
         return policy
+
+    def check_fits(self, dataset: Dataset, where: Path) -> None:
+        """Refuse data whose observations or actions the model does not take (``MODEL``)."""
+        facts, shapes = self.model.facts, {spec.name: spec.shape for spec in dataset.spec}
+        discrete = is_discrete(dataset.spec["actions"])
+        problem = ""
+        if facts.goals or facts.tasks or any(column.frames for column in facts.columns):
+            problem = "policies of frames, goals or several tasks cannot be judged here"
+        elif facts.discrete != discrete:
+            problem = "the policy's and the data's actions differ: one kind is discrete"
+        elif not discrete and facts.action_dim != prod(shapes["actions"]):
+            problem = f"the policy's actions have {facts.action_dim} elements, "
+            problem += f"the data's {prod(shapes['actions'])}"
+        elif discrete and facts.action_dim <= dataset.statistics["actions"].max.max():
+            problem = f"the policy's actions are below {facts.action_dim}, some of the data's not"
+        for column, scales in zip(facts.columns, self.window.columns, strict=True):
+            size = prod(shapes[scales.name]) if scales.name in shapes else 0
+            if not problem and size != column.size:
+                problem = f"the policy takes {scales.name} of {column.size} numbers"
+                problem += f", the data have {size}"
+        if problem:
+            raise InputError("MODEL", problem, str(where), "give one that fits these data")
 
 
 @check_arguments()
@@ -194,7 +218,7 @@ def live(policy: Policy) -> TrainedModel:
 
 def _by_itself(made: SequenceModel, window: Window, facts: PolicyFacts, path: str) -> TrainedModel:
     """Return a model without a run."""
-    loader = window.model_dump(include={"context_length", "returns_scale", "gamma"})
+    loader = window.model_dump(include={"context_length", "condition", "returns_scale", "gamma"})
     loader["goals"] = facts.model_dump()["goals"] or ({"future": 1.0} if made.facts.goals else None)
     evaluate = facts.model_dump(include={"environment", "environment_options", "reference"})
     evaluate["targets"] = list(facts.targets) or None

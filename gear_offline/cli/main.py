@@ -207,6 +207,20 @@ def export(
     show(go.export_hdf5(dataset, out, columns=columns, overwrite=overwrite, quiet=quiet))
 
 
+@command("Data", "value data/mine data/valued --with runs/iql-s0")
+def value(
+    data: Path = Argument(help="Directory of GEAR shards."),
+    out: Path = Argument(help="Directory of GEAR shards to make, or NAME.parquet."),
+    run: Path = Option(..., "--with", metavar="RUN", help="Run of model iql, or its policy."),
+    checkpoint: str | None = Option(None, help="last, best or a step number; default last."),
+    device: str = Device("auto", help="auto, cpu or cuda."),
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write the value and the advantage of each step as columns, by a trained run."""
+    show(go.value(**locals()))
+
+
 @command(
     "Data", "push data/mine hub:USER/NAME", "push runs/hopper-medium-s0 hub:USER/NAME --private"
 )

@@ -16,7 +16,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -447,25 +446,8 @@ def check_judged(trained: TrainedModel, dataset: TableData, path: Path) -> None:
     if not isinstance(dataset, Dataset):
         remedy = "use evaluate.offline=false"
         raise InputError("MODEL", "data of several tasks judge no policy", str(path), remedy)
-    facts, shapes = trained.model.facts, {spec.name: spec.shape for spec in dataset.spec}
-    discrete = dataset.spec["actions"].dtype.kind in "iub"
-    problem = ""
-    if facts.goals or facts.tasks or any(column.frames for column in facts.columns):
-        problem = "policies of frames, goals or several tasks cannot be judged here"
-    elif facts.discrete != discrete:
-        problem = "the policy's and the data's actions differ: one kind is discrete"
-    elif not discrete and facts.action_dim != prod(shapes["actions"]):
-        problem = f"the policy's actions have {facts.action_dim} elements, "
-        problem += f"the data's {prod(shapes['actions'])}"
-    for column, scales in zip(facts.columns, trained.window.columns, strict=True):
-        size = prod(shapes[scales.name]) if scales.name in shapes else 0
-        if not problem and size != column.size:
-            problem = (
-                f"the policy takes {scales.name} of {column.size} numbers, the data have {size}"
-            )
-    if problem:
-        raise InputError("MODEL", problem, str(path), "choose among policies of these data")
-    if "rewards" not in shapes:
+    trained.check_fits(dataset, path)
+    if "rewards" not in dataset.spec:
         problem, remedy = "the data have no rewards", "add a column rewards to the source"
         raise InputError("COLUMN", problem, str(dataset.path), remedy)
 

@@ -25,7 +25,7 @@ from gear_offline.data.dataset.manifest import (
     SourceFile,
     SourceRecord,
 )
-from gear_offline.data.dataset.schema import REWARDS
+from gear_offline.data.dataset.schema import ADVANTAGES, REWARDS, VALUES
 from gear_offline.data.dataset.scores import ReferenceScores, RewardEdit, find_edit, find_scores
 from gear_offline.data.dataset.shard import digest
 from gear_offline.data.dataset.statistics import distribution
@@ -103,6 +103,10 @@ def compare_mapped(before: Source, dataset: Dataset) -> dict[str, Any]:
     mapped = {n for n in REQUIRED if n in dataset.spec and not (n in shared and is_equal(n))}
     mapped |= {*texts(before.info.attributes.get("mapped"))}
     rewards = {"reward_edits": _reward_edits(before, dataset)} if REWARDS in dataset.spec else {}
+    if {REWARDS, ADVANTAGES} <= {*shared} and is_equal(ADVANTAGES) and not is_equal(REWARDS):
+        problem = f"map changes rewards, and {ADVANTAGES} are of those before"
+        remedy = f"leave {VALUES} and {ADVANTAGES} out (--columns) and compute them again"
+        raise InputError("COLUMN", problem, before.info.uri, remedy)
     return {"mapped": sorted(mapped), **rewards}
 
 

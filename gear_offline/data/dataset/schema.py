@@ -21,6 +21,7 @@ from gear_offline.core.types import Array, Int64Array
 from gear_offline.errors import InputError
 
 REWARDS = "rewards"  # the column that returns are sums of
+VALUES, ADVANTAGES = "values", "advantages"  # of each step, by a critic
 _COLUMN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*(/[A-Za-z0-9_][A-Za-z0-9_.\-]*)*")
 MAX_DIMENSIONS = 8
 MAX_STEP_BYTES = 64 << 20  # one step of one column; larger is a damaged or hostile shape
@@ -217,6 +218,15 @@ def fold_episodes(
     last = int(np.searchsorted(offsets, start + len(rows), side="left"))
     sums = function.reduceat(rows, np.maximum(offsets[first:last] - start, 0))
     totals[first:last] = function(totals[first:last], sums)
+
+
+def check_advantages(spec: TableSpec, where: str) -> None:
+    """Refuse data that have not one advantage a step (``COLUMN``)."""
+    column = next((column for column in spec if column.name == ADVANTAGES), None)
+    if column is None or prod(column.shape) != 1 or column.dtype.kind == "c":
+        problem = f"no column {ADVANTAGES}" if column is None else f"{column} is no number a step"
+        remedy = "write them with `gear-offline value DATA OUT --with RUN`, RUN of model iql; or "
+        raise InputError("COLUMN", problem, where, f"{remedy}leave loader.condition=return")
 
 
 def parse_episodes(which: npt.ArrayLike, episodes: int) -> Int64Array:
