@@ -31,7 +31,14 @@ from gear_offline.batches.tables.joint import (
 from gear_offline.config.arguments import check_arguments
 from gear_offline.config.files import Overrides
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.config.sections import GoalSettings, Mode, Placement, Road, Sharding
+from gear_offline.config.sections import (
+    Condition,
+    GoalSettings,
+    Mode,
+    Placement,
+    Road,
+    Sharding,
+)
 from gear_offline.core.files import Closing
 from gear_offline.core.text import to_plain
 from gear_offline.core.torch_state import torch_defaults
@@ -61,7 +68,7 @@ from gear_offline.loaders.static_batch import SegmentWriter, StaticBatch
 STATE_FORMAT = 1
 IDENTITY = (  # options that the content of batches depends on
     *("batch_size", "context_length", "frame_stack", "padding"),
-    *("gamma", "returns_scale", "normalize_states", "observations"),
+    *("condition", "gamma", "returns_scale", "normalize_states", "observations"),
 )
 
 
@@ -90,7 +97,7 @@ class GearLoader(Closing, Iterator[Batch]):
         ``"auto"`` (CUDA if there is one), or a torch device.
     padding
         Side on which windows that reach beyond their episode's end are filled up with zeros.
-    gamma, returns_scale, normalize_states
+    condition, gamma, returns_scale, normalize_states
         As `gear_offline.batches.tables.table.TableOptions`.
     extra_columns
         Further columns, ``batch.extras``, in their source dtype bit for bit; and three that are
@@ -173,6 +180,7 @@ class GearLoader(Closing, Iterator[Batch]):
         seed: int = 0,
         device: str | torch.device = "auto",
         padding: Padding = "right",
+        condition: Condition = "return",
         gamma: float = 1.0,
         returns_scale: float = 1.0,
         normalize_states: bool = False,
@@ -323,7 +331,7 @@ class GearLoader(Closing, Iterator[Batch]):
         of several tasks it holds the shared options.
         """
         options = self._options
-        names = {"context_length", "gamma", "returns_scale"}
+        names = {"context_length", "condition", "gamma", "returns_scale"}
         shared: dict[str, Any] = {name: getattr(options, name) for name in names}
         if isinstance(self.dataset, JointDataset):
             return Window(**shared)
@@ -521,8 +529,8 @@ def _is_dispatched() -> bool:
 
 def _check_state(state: Mapping[str, Any], identity: Mapping[str, Any]) -> int:
     """Return the step of a saved state that belongs to the batches of `identity`."""
-    if not isinstance(state, Mapping):
-        state = {}
+    # a state from before there were conditions has none
+    state = {"condition": "return", **state} if isinstance(state, Mapping) else {}
     step = state.get("step")
     if state.get("format") != STATE_FORMAT or type(step) is not int or not 0 <= step < 1 << 63:
         problem = f"not a loader state of format {STATE_FORMAT}"

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gear_offline.batches.tables.fields import ObservedColumn, Window
 from gear_offline.config.problems import problem_text
+from gear_offline.config.sections import Condition
 from gear_offline.core.hub import put
 from gear_offline.core.text import count_text
 from gear_offline.core.torch_state import torch_defaults
@@ -55,6 +56,8 @@ class Policy:
     returns_scale, gamma
         Returns-to-go are divided by the one before the model sees them, and are discounted by the
         other, as in training.
+    condition
+        ``"advantage"``: what the environments are asked for is an advantage, which stays.
     context_length
         K, at least 1.
     state_dtype, reward_edits, observations
@@ -94,6 +97,7 @@ class Policy:
         state_std: npt.ArrayLike | None,
         returns_scale: float,
         context_length: int,
+        condition: Condition = "return",
         gamma: float = 1.0,
         state_dtype: str | None = None,
         reward_edits: Sequence[RewardEdit] = (),

@@ -65,7 +65,7 @@ class PolicyFacts(_Strict):
     name: Text = "policy"
     environment: Text | None = None  # Gymnasium id
     environment_options: EnvironmentOptions | None = None  # it is made with
-    targets: Numbers = ()  # returns to ask for, the first by default
+    targets: Numbers = ()  # returns, or advantages, to ask for, the first by default
     # D4RL name of the scores that returns are normalised by, or the returns that are 0 and 100
     reference: Text | tuple[float, float] | None = None
     goals: GoalSettings | None = None  # it was trained to reach; targets are numbers of tasks then
@@ -199,7 +199,7 @@ def _card(file: PolicyFile, model: SequenceModel) -> bytes:
     }
     names = ("environment", "data", "step", "seed", "context_length", "actions", "action_bounds")
     text = ("{:,.2f}" if file.goals else "{:,.1f}").format
-    heading = "task | success" if file.goals else "asked return | achieved"
+    heading = "task | success" if file.goals else f"asked {file.condition} | achieved"
     rows = [f"| {heading} | 95 % interval | episodes |", "|---:|---:|---:|---:|"]
     targets = told_apart([entry.target for entry in file.achieved])
     for entry, target in zip(file.achieved, targets, strict=True):
@@ -207,7 +207,8 @@ def _card(file: PolicyFile, model: SequenceModel) -> bytes:
         cells = target, text(entry.mean_return), interval_text(interval, text), str(entry.episodes)
         rows += [f"| {' | '.join(cells)} |"]
     target_text = told_apart(file.targets[:1] or [0.0])[0].replace(",", "")
-    target_text = "GOAL" if file.goals else target_text if file.targets else "RETURN"
+    unknown = file.condition.upper()
+    target_text = "GOAL" if file.goals else target_text if file.targets else unknown
     bare = os.path.basename(kind) if ".py:" in kind else kind
     argument = f', model="{bare}"' if is_part(kind) else ""
     note = "  # a class of somebody's own, which is not in the folder" if argument else ""

@@ -57,7 +57,8 @@ def export_policy(
         - ``returns_to_go`` (B, L) float32, still asked at each step, in units of the rewards; that
           of the next step is (this - reward) / ``gamma`` of the metadata, of rewards as its
           ``reward_edits`` make them; of a policy of goals ``goals`` (B, L, S), as observations, in
-          their place, alike at each step
+          their place, alike at each step; where the metadata's ``condition`` is ``advantage``, the
+          asked advantage, alike at each step
         - ``timesteps`` (B, L) int64, step within the episode
 
         and gives ``action``, (B, A) float32 or (B,) int64, of the last step.

@@ -84,7 +84,7 @@ def write_policy(
         problem = f"{proto.ByteSize() / 2**30:.1f} GiB are more than one ONNX file holds (2 GiB)"
         raise InputError("MODEL", problem, str(target), "export a smaller model")
     facts = {"context_length": policy.context_length, "max_timestep": policy.max_timestep}
-    facts |= policy.window.model_dump(mode="json", include={"gamma", "reward_edits"})
+    facts |= policy.window.model_dump(mode="json", include={"condition", "gamma", "reward_edits"})
     onnx.helper.set_model_props(proto, {name: str(value) for name, value in facts.items()})
     with writing(target):
         write_file(target, proto.SerializeToString())

@@ -19,6 +19,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_serializer
 
 from gear_offline.artifacts.json_lines import read_document, read_lines
+from gear_offline.config.sections import Condition
 from gear_offline.core.files import write_file
 from gear_offline.core.progress import Printed, Terminal, print_table
 from gear_offline.core.text import LEAST, count_text, interval_text, told_apart
@@ -110,6 +111,7 @@ class TaskResult(_Record):
     episodes: int = 0
     environments: int = 0
     goals: bool = False
+    condition: Condition = "return"  # what the targets are
     confidence: str = ""
     targets: tuple[TargetResult, ...] = ()  # in the order asked
 
@@ -184,7 +186,7 @@ class TaskResult(_Record):
             ]
             for target, asked in zip(self.targets, self.asked, strict=True)
         ]
-        first = ("task", "success") if self.goals else ("asked return", "achieved")
+        first = ("task", "success") if self.goals else (f"asked {self.condition}", "achieved")
         print_table(console, (*first, *HEADINGS), cells)
         note = self.reference.note if self.reference is not None else ""
         if self.goals:

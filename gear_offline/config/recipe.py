@@ -119,6 +119,15 @@ class Recipe(Section):
                 )
         if train.best == "validation/loss" and self.data.held_out is None:
             yield "train.best=validation/loss needs data.held_out, such as 10%"
+        if loader.condition == "advantage":
+            if self.data.tasks or every is not None:
+                other = "data.tasks" if self.data.tasks else "data.admit_every"
+                why = "advantages are of one dataset that does not grow"
+                yield f"loader.condition=advantage and {other} exclude each other: {why}"
+            if model.asks_returns is False:
+                remedy = "model.condition=returns takes it" if model.kind == "mlp" else "leave it"
+                rule = "loader.condition=advantage needs a model that is asked for something"
+                yield f"{rule}: {remedy}"
         if loader.goals is not None and self.data.tasks:
             yield "loader.goals and data.tasks exclude each other: goals are states of one dataset"
         if self.data.tasks and loader.observations != ("observations",):

@@ -98,6 +98,7 @@ Mode = Literal["auto", "on", "off"]
 Placement = Literal["auto", "hbm", "peer", "host", "disk"]
 Sharding = Literal["auto", "replicate", "shard"]
 Road = Literal["auto", "nccl", "rdma", "gloo"]
+Condition = Literal["return", "advantage"]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
 Range = Annotated[tuple[Count, Count], Field(strict=False)]
@@ -402,10 +403,12 @@ class LoaderSettings(Section):
     """Further columns in batch.extras; next_states, terminated and has_next are computed."""
     padding: Literal["right", "left"] = "right"
     """Side on which segments shorter than K are filled up."""
+    condition: Condition = "return"
+    """What a policy is asked for: a return-to-go; advantage: each step's own, of that column."""
     gamma: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     """Discount of the returns-to-go, and of what is asked while playing."""
     returns_scale: PositiveFloat = 1000.0
-    """Returns-to-go are divided by this, in training and in evaluation."""
+    """Returns-to-go are divided by this; a recipe's advantages always by their deviation."""
     normalize_states: bool = True
     """Subtract the dataset's mean from the observations and divide by its deviation."""
     goals: GoalSettings | None = None
@@ -422,6 +425,13 @@ class LoaderSettings(Section):
     """With several nodes: each holds all, or its shards; auto: its shards where all do not fit."""
     exchange: Road = "auto"
     """Rows of other nodes: from GPU to GPU, by RDMA reads, by gloo; auto: the first that works."""
+
+    @model_validator(mode="after")
+    def _check_condition(self) -> Self:
+        if self.condition == "advantage" and (self.gamma != 1.0 or self.goals is not None):
+            other = "goals" if self.goals is not None else f"gamma={self.gamma:g}, of returns,"
+            raise ValueError(f"condition=advantage and {other} exclude each other: keep one")
+        return self
 
 
 RELEASED = "transformers.DecisionTransformerModel"  # the kind of Hugging Face's class as it is

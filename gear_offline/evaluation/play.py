@@ -202,6 +202,7 @@ class _TaskPlay:
             data_worst=worst,
             data_best=best,
             seed=task.seed,
+            condition=task.condition,
             goals=task.goals,
         )
         return cls(policy_of, task, header)

@@ -12,7 +12,7 @@ import numpy as np
 
 from gear_offline.config.environment_options import typed_options
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.sections import PlaySettings, asked_returns
+from gear_offline.config.sections import Condition, PlaySettings, asked_returns
 from gear_offline.core.files import check_new_file
 from gear_offline.core.parts import admit, is_same, part_name
 from gear_offline.data.dataset.scores import ReferenceScores
@@ -48,6 +48,7 @@ class EvaluationTask:
     reference: Reference | None = None
     # of the worst and the best episode of its data, to normalise by where there is no reference
     data_returns: tuple[float, float] | None = None
+    condition: Condition = "return"  # what targets are
     goals: bool = False  # targets are numbers of tasks, and returns say if their goals are reached
 
     @property
@@ -88,6 +89,7 @@ def tasks_of(recipe: Recipe, environment: str | None = None) -> tuple[Evaluation
             episodes=shared.episodes,
             environments=0 if shared.environments == "auto" else shared.environments,
             seed=shared.seed,
+            condition=recipe.loader.condition,
             goals=recipe.loader.goals is not None,
         )
         for name, section in sections.items()
@@ -181,7 +183,8 @@ def choose_tasks(recipe: Recipe, options: PlayOptions) -> list[EvaluationTask]:
             raise InputError("USAGE", problem, where=where, remedy=remedy)
     tasks = [replace(task, **changes) for task in tasks]
     if not all(task.targets for task in tasks):
-        problem, remedy = "the run names no returns to ask for", "say them: --targets 3600,1800"
+        problem = f"the run names no {recipe.loader.condition}s to ask for"
+        remedy = "say them: --targets 3600,1800"
         raise InputError("USAGE", problem, where="--targets", remedy=remedy)
     for task in tasks:
         task.settle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import chain
 
 import numpy as np
@@ -12,6 +13,7 @@ from gear_offline.core.parts import is_same
 from gear_offline.core.system import available_bytes
 from gear_offline.core.text import count_text, say, short, size_text, texts
 from gear_offline.data.dataset.dataset import Dataset
+from gear_offline.data.dataset.schema import ADVANTAGES, check_advantages
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import EnvironmentFacts
 from gear_offline.models.base import ModelSizes
@@ -30,7 +32,12 @@ def check_condition(recipe: Recipe, dataset: Dataset) -> None:
     if goals and has_frames:
         problem, remedy = "goals are vectors, and the data are frames", "use loader.goals=null"
         raise InputError("COLUMN", problem, where=str(dataset.path), remedy=remedy)
-    if "rewards" not in dataset.spec and not goals and recipe.model.asks_returns:
+    if recipe.loader.condition == "advantage":
+        check_advantages(dataset.spec, str(dataset.path))
+        if not 0.0 < float(dataset.statistics[ADVANTAGES].std.max()) < math.inf:
+            problem, remedy = "advantages are all alike", "compute them by another run"
+            raise InputError("COLUMN", problem, str(dataset.path), remedy)
+    elif "rewards" not in dataset.spec and not goals and recipe.model.asks_returns:
         problem = (
             f"the data have no rewards, and model.kind={recipe.model.kind} is asked for returns"
         )
@@ -49,7 +56,8 @@ def check_fit(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
         frame_stack=loader.frame_stack,
         observations=loader.observations,
     )
-    for name in (*loader.observations, "actions", "rewards"):
+    condition = [ADVANTAGES] if loader.condition == "advantage" else []
+    for name in (*loader.observations, "actions", "rewards", *condition):
         if name not in dataset.statistics:
             continue
         values, where = dataset.statistics[name], f"column {name} of {path}"
@@ -101,15 +109,15 @@ def check_memory(recipe: Recipe, sizes: ModelSizes) -> None:
 
 def say_what_differs(recipe: Recipe, dataset: Dataset, environment: str | None) -> None:
     """Say in what the environment's rewards, observations and returns are not the data's."""
-    goals = recipe.loader.goals is not None
-    if dataset.reward_edits is None and not goals:
+    sums_rewards = recipe.loader.goals is None and recipe.loader.condition == "return"
+    if dataset.reward_edits is None and sums_rewards:
         text = "the data's rewards were edited, and how does not follow from those of single steps"
         say(f"{text}: playing subtracts the environment's own")
     mapped = texts(dataset.manifest.source.attributes.get("mapped"))
     if mapped and is_same(environment, dataset.environment_id):
         text = f"map made the data's {' and '.join(mapped)}, and {environment} has its own"
         say(f"{text}: evaluate.environment=MODULE:ID names one that maps them too")
-    if recipe.loader.gamma < 1.0 and not goals:
+    if recipe.loader.gamma < 1.0 and sums_rewards:
         text = f"loader.gamma is {recipe.loader.gamma:g}: returns that are asked for are discounted"
         say(f"{text}, those that are achieved are not")
 
@@ -140,6 +148,7 @@ def say_returns_scale(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> None:
     scale, returns = recipe.loader.returns_scale, dataset.manifest.returns
     most = max(abs(returns.min), abs(returns.max)) if "rewards" in dataset.spec else 0.0
     unasked = recipe.loader.goals is not None or recipe.model.asks_returns is False
+    unasked |= recipe.loader.condition == "advantage"
     if unasked or recipe.train.init is not None or not 0.0 < most < SEEN * scale:
         return
     finding = f"returns of the data reach {short(most)} and loader.returns_scale is {scale:g}"

@@ -78,7 +78,7 @@ def write_report(run: str | os.PathLike[str], *, final: EvaluationReport | None 
     for result in final.tasks if final else ():
         task_data = read_data(recipe.of_task(result.name)) if recipe and result.name else data
         levels, picture = data_levels(result, task_data), None
-        if result.targets and not result.goals:
+        if result.targets and not result.goals and result.condition == "return":
             picture = f"plots/asked_vs_achieved{f'-{result.name}' if result.name else ''}.png"
             title = f"{run.name}{at} in {result.environment}"
             pictures[picture] = _draw_asked_vs_achieved(title, result, levels)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from math import isclose, isfinite
 from typing import Any
 
+import numpy as np
 import torch
 
 from gear_offline.artifacts.trained import TrainedModel, find_trained
@@ -19,8 +20,9 @@ from gear_offline.config.files import MAKERS
 from gear_offline.config.recipe import Recipe, whole_paths
 from gear_offline.core.parts import is_same
 from gear_offline.core.system import versions
-from gear_offline.core.text import say
+from gear_offline.core.text import say, short
 from gear_offline.data.dataset.dataset import Dataset
+from gear_offline.data.dataset.schema import ADVANTAGES
 from gear_offline.data.dataset.scores import find_scores
 from gear_offline.data.dataset.statistics import distribution
 from gear_offline.distributed.world import resolve_device
@@ -47,6 +49,8 @@ from gear_offline.runs.fit import (
 from gear_offline.runs.resume import Past
 from gear_offline.training.cost import cpu_threads, is_compiled
 from gear_offline.training.model import data_sizes, resolve_precision
+
+HIGH = 0.9  # quantile of the data's advantages that is asked for by default
 
 
 def settle(recipe: Recipe, device: torch.device, past: Past | None = None) -> Recipe:
@@ -177,6 +181,13 @@ def _resolve_one(
     if facts is not None and not quiet:
         say_what_differs(recipe, dataset, environment)
     say_returns_scale(recipe, dataset, quiet=quiet)
+    if recipe.loader.condition == "advantage":
+        scale = float(dataset.statistics[ADVANTAGES].std.max())
+        changes["loader.returns_scale"] = scale
+        targets = "their 90 % quantile, " if recipe.evaluate.targets is None else ""
+        targets += ", ".join(map(short, changes["evaluate.targets"]))
+        text = f"advantages are divided by their deviation, {short(scale)}; asked for is {targets}"
+        say(text, quiet=quiet)
     changes |= _model_options(recipe, undivided, start, longest, discrete=sizes.discrete)
     resolved = recipe.settle(changes)
     check_fit(resolved, undivided, sizes)  # what is held out passes through the model, too
@@ -202,6 +213,9 @@ def _targets(
         return list(range(1, facts.tasks + 1)) if targets is None else targets
     if targets is not None:
         return targets
+    if recipe.loader.condition == "advantage":
+        advantages = dataset.column(ADVANTAGES).astype(np.float64)
+        return [float(f"{np.quantile(advantages[np.isfinite(advantages)], HIGH):.3g}")]
     if "rewards" not in dataset.spec:
         return [0.0]  # the model does without returns: one play of it
     returns = dataset.manifest.returns
@@ -224,6 +238,10 @@ def _model_options(
     """Return options of loader and model that follow from the data, or from ``train.init``."""
     changes: dict[str, Any] = {}
     if start is not None:
+        if start.window.condition != recipe.loader.condition:
+            problem = f"train.init was trained on condition {start.window.condition}"
+            remedy = f"use loader.condition={start.window.condition}"
+            raise InputError("MODEL", problem, str(recipe.train.init), remedy)
         changes["loader.returns_scale"] = start.window.returns_scale
         normalized = any(column.state_mean for column in start.window.columns)
         changes["loader.normalize_states"] = normalized

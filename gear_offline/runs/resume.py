@@ -107,6 +107,8 @@ def _differences(before: Recipe, now: Recipe, step: int, *, is_resolved: bool) -
     free = {*RESUMABLE, *(key for key in {*then, *today} if key.startswith("parts."))}
     if now.optimizer.schedule != "constant":
         free.remove("train.steps")  # the learning rates of the steps done depend on it
+    if now.loader.condition == "advantage":
+        free.add("loader.returns_scale")  # the data's
     if is_there(now.data.path or ""):  # the loader's state has the digest of its data
         free.add("data.path")
     if not is_resolved:

@@ -131,7 +131,8 @@ def plot_asked(path: Path, result: SweepResult) -> Path | None:
     from gear_offline.runs.report import draw_asked
 
     table = result.table
-    if len(table.rows) != 1 or table.goals or not table.asked:
+    conditions = {each.trial.recipe.loader.condition for each in result.trials}
+    if len(table.rows) != 1 or table.goals or not table.asked or "advantage" in conditions:
         return None
     achieved = {}
     for target, mean in table.rows[0].asked.items():

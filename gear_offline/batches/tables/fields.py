@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic import Field as Checked
 
-from gear_offline.config.sections import LARGEST_TARGET
+from gear_offline.config.sections import LARGEST_TARGET, Condition
 from gear_offline.core.types import Array, Float64Array
 from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.data.dataset.schema import REWARDS, ColumnSpec, channels_last
@@ -133,6 +133,7 @@ class Window(Scales):
     """The content of a window, besides the columns themselves."""
 
     context_length: Annotated[int, Checked(ge=1, le=65_536)]  # K
+    condition: Condition = "return"  # advantage: what is asked for stays as it is
     gamma: Annotated[float, Checked(ge=0.0, le=1.0)] = 1.0  # discount of returns-to-go
 
     def returns(self, targets: Values) -> Values:
@@ -143,8 +144,10 @@ class Window(Scales):
     def next_targets(self, targets: Float64Array, rewards: Float64Array) -> Float64Array:
         """Return the (n,) target returns of the next step, after `rewards` of the environment.
 
-        With a discount of 0 the same: what is asked is then the next reward.
+        With a discount of 0 the same: what is asked is then the next reward.  So are advantages.
         """
+        if self.condition == "advantage":
+            return targets
         for edit in self.reward_edits:
             rewards = edit.apply(rewards)
         remaining = (targets - rewards) / self.gamma if self.gamma else targets

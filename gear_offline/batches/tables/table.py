@@ -37,12 +37,20 @@ from gear_offline.batches.tables.fields import (
     to_float32,
 )
 from gear_offline.batches.tables.following import FOLLOWING, following_field, following_rows
-from gear_offline.batches.tables.joint import JointDataset, Part, TableData, parts_of, shards_of
+from gear_offline.batches.tables.joint import (
+    JointDataset,
+    Part,
+    TableData,
+    data_name,
+    parts_of,
+    shards_of,
+)
 from gear_offline.batches.tables.returns import sum_returns, whole_episodes
+from gear_offline.config.sections import Condition
 from gear_offline.core.system import usable_cores
 from gear_offline.core.types import Array, BoolArray, Int64Array
 from gear_offline.data.dataset.dataset import Dataset
-from gear_offline.data.dataset.schema import REWARDS, EpisodeIndex
+from gear_offline.data.dataset.schema import ADVANTAGES, REWARDS, EpisodeIndex, check_advantages
 from gear_offline.errors import InputError
 from gear_offline.kernels.columns import ColumnGroup, Field, final_values
 
@@ -66,6 +74,7 @@ class TableOptions:
     """
 
     context_length: int  # longest window that will be cut, K
+    condition: Condition = "return"  # advantage: in place of the sum, the step's own
     gamma: float = 1.0
     returns_scale: float = 1.0
     normalize_states: bool = False
@@ -77,6 +86,11 @@ class TableOptions:
     def of(cls, loader: Mapping[str, Any]) -> Self:
         """Return the table's options among those of a loader."""
         return cls(**{each.name: loader[each.name] for each in fields(cls) if each.name in loader})
+
+    @property
+    def condition_column(self) -> str:
+        """The column that `returns_to_go` are made of."""
+        return ADVANTAGES if self.condition == "advantage" else REWARDS
 
     @property
     def history(self) -> int:
@@ -166,7 +180,10 @@ def plan_groups(
         observations=options.observations,
     )
     returns = Field(name="returns_to_go", dtype=np.dtype(np.float32), shape=(1,))
-    fields = standard | ({None: returns} if REWARDS in standard else {})
+    condition = options.condition_column
+    if condition == ADVANTAGES:
+        check_advantages(source.spec, data_name(source))
+    fields = standard | ({None: returns} if condition in source.spec else {})
     extra_columns = options.extra_columns
     names = [*options.observations, ACTIONS, REWARDS, *extra_columns]
     if len(set(names)) != len(names):
@@ -191,7 +208,7 @@ def plan_groups(
             spec = source.spec[name]
             alone[name] = Field(name=EXTRA + name, dtype=spec.dtype, shape=spec.shape)
     for column, single in alone.items():
-        spec = source.spec[REWARDS if column is None else column]
+        spec = source.spec[condition if column is None else column]
         final = column is None or (joint and normalize_states and column == STATES)
         dtype = single.dtype if final else spec.dtype
         width = prod(spec.shape)
@@ -356,9 +373,9 @@ def _fill_final(
     dataset, base = job.part.dataset, int(job.part.dataset.first_steps[job.shard])
     ahead: dict[str | None, Array] = {}
     if None in plan.fields:  # summed from the ends of episodes, hence before all others
-        rewards, ahead[None] = shard_returns(job.part, job.shard, options)
-        if REWARDS in plan.fields:
-            ahead[REWARDS] = to_float32(rewards, REWARDS, base)
+        values, ahead[None] = shard_returns(job.part, job.shard, options)
+        if (condition := options.condition_column) in plan.fields:
+            ahead[condition] = to_float32(values, condition, base)
     columns = [c for c in plan.fields if c is not None and c not in ahead]
     step_bytes = {c: dataset.spec[c].step_bytes for c in columns}
     chunk = max(CHUNK_BYTES // (plan.row_bytes + sum(step_bytes.values())), 1)
@@ -390,18 +407,23 @@ def _copy_column(job: _ShardRead, plan: GroupPlan, rows: Array) -> None:
 
 
 def shard_returns(task: Part, shard: int, options: TableOptions) -> tuple[Array, Array]:
-    """Return (n, 1) rewards of a shard, as they are stored, and float32 returns-to-go."""
+    """Return (n, 1) rewards of a shard, as they are stored, and float32 returns-to-go.
+
+    With condition advantage they are advantages; such a "return" is the step's own alone.
+    """
     dataset, scale = task.dataset, options.returns_scale * task.returns_scale
+    column = options.condition_column
+    gamma = options.gamma if column == REWARDS else 0.0
     base, end = dataset.first_steps[shard : shard + 2].tolist()
-    rewards = np.empty((end - base, 1), dataset.spec[REWARDS].dtype)
-    for step, values in dataset.stream(shard, REWARDS):
+    rewards = np.empty((end - base, 1), dataset.spec[column].dtype)
+    for step, values in dataset.stream(shard, column):
         rewards[step - base : step - base + len(values)] = values.reshape(-1, 1)
     low, high = np.searchsorted(dataset.episodes.offsets, [base, end])
     offsets, returns = dataset.episodes.offsets[low : high + 1], np.empty((end - base, 1), "f4")
     for first, last in whole_episodes(offsets, RUN_STEPS):
         steps = slice(int(offsets[first]) - base, int(offsets[last]) - base)
         ends = offsets[first : last + 1]
-        returns[steps, 0] = sum_returns(rewards[steps], ends, gamma=options.gamma, scale=scale)
+        returns[steps, 0] = sum_returns(rewards[steps], ends, gamma=gamma, scale=scale)
     return rewards, returns
 
 
