@@ -217,8 +217,8 @@ class Policy:
             the return that the policy is asked for by default, ``facts.targets[0]``.
         targets
             (n,) or scalar, the return asked: of rewards as the data hold them, after any edits of
-            `gear_offline.convert`, and discounted if ``loader.gamma`` was below 1; of a policy of
-            goals (n, S) or (S,), observations to reach.
+            `gear_offline.convert`, and discounted if ``loader.gamma`` was below 1; or the advantage
+            asked of each step; of a policy of goals (n, S) or (S,), observations to reach.
 
         Raises
         ------

@@ -182,11 +182,14 @@ def _resolve_one(
         say_what_differs(recipe, dataset, environment)
     say_returns_scale(recipe, dataset, quiet=quiet)
     if recipe.loader.condition == "advantage":
-        scale = float(dataset.statistics[ADVANTAGES].std.max())
-        changes["loader.returns_scale"] = scale
-        targets = "their 90 % quantile, " if recipe.evaluate.targets is None else ""
-        targets += ", ".join(map(short, changes["evaluate.targets"]))
-        text = f"advantages are divided by their deviation, {short(scale)}; asked for is {targets}"
+        moments, targets = dataset.statistics[ADVANTAGES], changes["evaluate.targets"]
+        changes["loader.returns_scale"] = scale = float(moments.std.max())
+        text = f"advantages are divided by their deviation, {short(scale)}; asked for is "
+        text += ", ".join(map(short, targets))
+        if recipe.evaluate.targets is None:
+            text += ", their 90 % quantile"
+        elif max(targets) > (highest := float(moments.max.max())):
+            text += f", above their highest, {short(highest)}: evaluate.targets=null asks for less"
         say(text, quiet=quiet)
     changes |= _model_options(recipe, undivided, start, longest, discrete=sizes.discrete)
     resolved = recipe.settle(changes)

@@ -37,14 +37,7 @@ from gear_offline.batches.tables.fields import (
     to_float32,
 )
 from gear_offline.batches.tables.following import FOLLOWING, following_field, following_rows
-from gear_offline.batches.tables.joint import (
-    JointDataset,
-    Part,
-    TableData,
-    data_name,
-    parts_of,
-    shards_of,
-)
+from gear_offline.batches.tables.joint import JointDataset, Part, TableData, parts_of, shards_of
 from gear_offline.batches.tables.returns import sum_returns, whole_episodes
 from gear_offline.config.sections import Condition
 from gear_offline.core.system import usable_cores
@@ -182,7 +175,7 @@ def plan_groups(
     returns = Field(name="returns_to_go", dtype=np.dtype(np.float32), shape=(1,))
     condition = options.condition_column
     if condition == ADVANTAGES:
-        check_advantages(source.spec, data_name(source))
+        check_advantages(source.spec, "condition")
     fields = standard | ({None: returns} if condition in source.spec else {})
     extra_columns = options.extra_columns
     names = [*options.observations, ACTIONS, REWARDS, *extra_columns]
