@@ -125,6 +125,8 @@ def test_values_are_refused_and_replaced(tmp_path: Path, places: dict[str, Path]
             go.value(source, tmp_path / out, run, quiet=True)
     assert sorted(tmp_path.iterdir()) == before
     other = train("iql", data, tmp_path / "other", seed=1).path
+    again = TINY | {"data.path": str(data), "seed": 1, "train.steps": 4}  # by the recipe's name
+    assert go.train("iql", again, out=other, resume=True, quiet=True).steps == 4
     go.value(data, data, critic, overwrite=True, quiet=True)  # in its own place
     first = go.open_dataset(data).column("advantages")
     np.testing.assert_array_equal(first, go.open_dataset(valued).column("advantages"))

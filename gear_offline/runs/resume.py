@@ -29,7 +29,7 @@ RESUMABLE = (
 
 # what is settled at a run's first start, where a recipe leaves it open (null, auto)
 SETTLED = re.compile(
-    r"optimizer\.warmup_steps|model\.max_timestep|train\.(threads|compile|precision)"
+    r"optimizer\.warmup_steps|model\.(max_timestep|reward_scale)|train\.(threads|compile|precision)"
     r"|(evaluate|data\.tasks\..*)\.(environment|reference|targets|returns_scale)"
     r"|data\.(tasks\..*\.)?admissions"
 )
