@@ -26,10 +26,10 @@ from gear_offline.config.arguments import check_arguments
 from gear_offline.config.problems import nearest
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.data.dataset.dataset import Dataset
+from gear_offline.data.dataset.dataset import Dataset, open_dataset
 from gear_offline.data.dataset.manifest import MANIFEST_NAME
 from gear_offline.data.dataset.schema import ColumnSpec, channels_last, parse_episodes
-from gear_offline.data.sources.base import Piece, Source, SourceInfo
+from gear_offline.data.sources.base import Piece, Source, SourceInfo, SourceRequest
 from gear_offline.data.sources.columns import (
     Kinds,
     common_columns,
@@ -113,6 +113,50 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
     required, remedy = ("observations", "actions", "rewards"), "write them alike, or convert apart"
     columns, left_out = common_columns(kinds, required, where="sources to join", remedy=remedy)
     infos = [source.info for source in sources]
+    shared, facts, notes = _join_facts(infos)
+    codes, numbers, unknown = _join_codes(sources, columns)
+    notes += unknown
+    tails = [(s.info.attributes.get("unfinished_tail_steps", 0), s.spec.steps) for s in sources]
+    if cut := sum(0 < tail < steps for tail, steps in tails[:-1]):
+        notes.append(f"{count_text(cut, 'part')} without an end of the last episode: truncated")
+    edges = [info.edges for info in infos]
+    if cuts := sum(bool(a and b) and np.array_equal(a[1], b[0]) for a, b in pairwise(edges)):
+        finding = f"{count_text(cuts, 'episode')} cut where another part begins: of one id there"
+        notes.append(f"{finding}; join such rows first, as pandas.concat does")
+    facts |= {CODES: codes} if codes else {}
+    facts |= {"parts": len(sources)}
+    facts |= {"part_episodes": [(s.info.uri, s.spec.episodes) for s in sources[:MOST_NAMED]]}
+    left_out = _merge(reversed(infos), "left_out") | left_out  # what is said first stays
+    made_of = _merge(infos, "columns_from")
+    edits = [info.attributes.get("reward_edits", []) for info in infos]
+    reward_edits = edits[0] if all(edit == edits[0] for edit in edits) else [None]
+    facts |= {"left_out": left_out, "columns_from": made_of, "reward_edits": reward_edits}
+    parts = zip(sources, numbers, strict=True)
+    return Source(
+        [Piece(read=partial(_read_coded, s, tables), steps=s.spec.steps) for s, tables in parts],
+        columns,
+        lengths=np.concatenate([source.episodes.lengths for source in sources]),
+        terminated=np.concatenate([source.terminated for source in sources]),
+        truncated=np.concatenate([source.truncated for source in sources]),
+        preferred={name: max(s.preferred_rows(name) for s in sources) for name in columns},
+        info=SourceInfo(
+            uri=uri or " + ".join(info.uri for info in infos[:3]) + " + ..." * (len(infos) > 3),
+            files=tuple(file for info in infos for file in info.files),
+            edges=(edges[0][0], edges[-1][1]) if edges[0] and edges[-1] else (),
+            attributes=facts | {"warnings": [*dict.fromkeys(notes)]},
+            **shared,
+        ),
+    )
+
+
+def _merge(infos: Iterable[SourceInfo], fact: str) -> dict[str, Any]:
+    return dict(item for info in infos for item in info.attributes.get(fact, {}).items())
+
+
+def _join_facts(
+    infos: Sequence[SourceInfo],
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Return what all parts have alike, of them and of their steps; warnings, and what differs."""
     warnings = [(i.uri, text) for i in infos for text in i.attributes.get("warnings", ())]
     count = Counter(text for _, text in warnings)  # what several parts say is said once
     notes = [text if count[text] > 1 else f"{uri}: {text}" for uri, text in warnings]
@@ -126,47 +170,7 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
             texts = ", ".join(sorted(set(map(str, values))))
             notes.append(f"the parts differ in {fact.replace('_', ' ')}: {texts}")
     alike, different = _compare_facts([info.attributes for info in infos])
-    codes, numbers, unknown = _join_codes(sources, columns)
-    notes += [*different, *unknown]
-    tails = [(s.info.attributes.get("unfinished_tail_steps", 0), s.spec.steps) for s in sources]
-    if cut := sum(0 < tail < steps for tail, steps in tails[:-1]):
-        notes.append(f"{count_text(cut, 'part')} without an end of the last episode: truncated")
-    edges = [info.edges for info in infos]
-    if cuts := sum(bool(a and b) and np.array_equal(a[1], b[0]) for a, b in pairwise(edges)):
-        finding = f"{count_text(cuts, 'episode')} cut where another part begins: of one id there"
-        notes.append(f"{finding}; join such rows first, as pandas.concat does")
-    edits = [info.attributes.get("reward_edits", []) for info in infos]
-    made_of: dict[str, str] = {}
-    for info in infos:
-        left_out = {**info.attributes.get("left_out", {}), **left_out}
-        made_of |= info.attributes.get("columns_from", {})
-    return Source(
-        [
-            Piece(read=partial(_read_coded, source, tables), steps=source.spec.steps)
-            for source, tables in zip(sources, numbers, strict=True)
-        ],
-        columns,
-        lengths=np.concatenate([source.episodes.lengths for source in sources]),
-        terminated=np.concatenate([source.terminated for source in sources]),
-        truncated=np.concatenate([source.truncated for source in sources]),
-        preferred={name: max(s.preferred_rows(name) for s in sources) for name in columns},
-        info=SourceInfo(
-            uri=uri or " + ".join(info.uri for info in infos[:3]) + " + ..." * (len(infos) > 3),
-            files=tuple(file for info in infos for file in info.files),
-            edges=(edges[0][0], edges[-1][1]) if edges[0] and edges[-1] else (),
-            attributes={
-                **alike,
-                **({CODES: codes} if codes else {}),
-                "parts": len(sources),
-                "part_episodes": [(s.info.uri, s.spec.episodes) for s in sources[:MOST_NAMED]],
-                "left_out": left_out,
-                "columns_from": made_of,
-                "reward_edits": edits[0] if all(edit == edits[0] for edit in edits) else [None],
-                "warnings": [*dict.fromkeys(notes)],
-            },
-            **shared,
-        ),
-    )
+    return shared, alike, notes + different
 
 
 def _compare_facts(attributes: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
@@ -381,6 +385,11 @@ def observation_vectors(
     return {alias: " + ".join(of) for alias, of in pairs.items() if {*of} <= {*columns}}
 
 
+def open_shards(path: Path, _: SourceRequest) -> Source:
+    """Open a directory of GEAR shards."""
+    return dataset_source(open_dataset(path))
+
+
 def dataset_source(dataset: Dataset) -> Source:
     """Return an opened dataset of GEAR shards as a source."""
     before = dataset.manifest.source
@@ -389,21 +398,17 @@ def dataset_source(dataset: Dataset) -> Source:
     if "warnings" in attributes:
         attributes["warnings"] = before.warnings
     attributes["converted_from"] = f"{before.uri} ({before.format}), digest {before.digest}"
-    return Source(
-        [Piece(read=dataset.read, steps=dataset.spec.steps)],
-        kinds_of(dataset),
-        lengths=dataset.episodes.lengths,
-        terminated=dataset.terminated,
-        truncated=dataset.truncated,
-        info=SourceInfo(
-            uri=dataset.path.name,
-            format="gear",
-            rule=before.rule,
-            environment_id=dataset.environment_id,
-            environment_options=dataset.environment_options,
-            scores=dataset.reference_scores,
-            # The manifest bears the digests of all the others.
-            files=(InputFile.find(dataset.path / MANIFEST_NAME),),
-            attributes=attributes,
-        ),
+    info = SourceInfo(
+        uri=dataset.path.name,
+        format="gear",
+        rule=before.rule,
+        environment_id=dataset.environment_id,
+        environment_options=dataset.environment_options,
+        scores=dataset.reference_scores,
+        # The manifest bears the digests of all the others.
+        files=(InputFile.find(dataset.path / MANIFEST_NAME),),
+        attributes=attributes,
     )
+    ends = {name: getattr(dataset, name) for name in ("terminated", "truncated")}
+    rows, lengths = Piece(read=dataset.read, steps=dataset.spec.steps), dataset.episodes.lengths
+    return Source([rows], kinds_of(dataset), lengths=lengths, **ends, info=info)

@@ -9,17 +9,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gear_offline.data.dataset.dataset import open_dataset
 from gear_offline.data.dataset.manifest import is_dataset
 from gear_offline.data.sources.base import Source, SourceRequest
-from gear_offline.data.sources.combine import dataset_source, with_columns
+from gear_offline.data.sources.combine import open_shards, with_columns
 from gear_offline.data.sources.dqn_replay import open_dqn_replay, replay_folder
 from gear_offline.data.sources.episode_ends import judge_ends
 from gear_offline.data.sources.flags import LIMIT, MEANING, find_flags, true_rows
 from gear_offline.data.sources.hdf5 import SUFFIXES
 from gear_offline.data.sources.hdf5_groups import open_hdf5
 from gear_offline.data.sources.input_files import misfit, reading_errors
-from gear_offline.data.sources.lerobot import INFO, open_lerobot
+from gear_offline.data.sources.lerobot import is_lerobot, open_lerobot
 from gear_offline.data.sources.minari import data_directory, open_minari
 from gear_offline.data.sources.npz import open_npz
 from gear_offline.data.sources.parquet import ARROW, open_parquet
@@ -29,7 +28,7 @@ from gear_offline.data.sources.zarr import is_store, open_zarr
 Ends = Literal["cut", "judged", "stored"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Format:
     """Files, or folders, of one kind.
 
@@ -57,51 +56,22 @@ class Format:
 
 
 HDF5 = Format(
-    open=open_hdf5,
-    layouts={"d4rl": "cut", "hdf5": "cut", "hdf5-groups": "judged", "robomimic": "stored"},
-    suffixes=SUFFIXES,
+    open_hdf5,
+    {"d4rl": "cut", "hdf5": "cut", "hdf5-groups": "judged", "robomimic": "stored"},
+    SUFFIXES,
     names="robomimic:FILE#FILTER_KEY, d4rl:NAME (d4rl:hopper-medium-v2)",
 )
+MINARI = "minari:ID (minari:mujoco/hopper/medium-v0) or its directory"
 FORMATS = (
     HDF5,
-    Format(open=open_npz, layouts={"npz": "cut", "ogbench": "cut"}, suffixes=(".npz",)),
-    Format(
-        open=open_parquet,
-        layouts={"parquet": "judged", "parquet-rows": "cut"},
-        suffixes=(".parquet",),
-    ),
-    Format(open=open_parquet, layouts={"arrow": "judged", "arrow-rows": "cut"}, suffixes=ARROW),
-    Format(
-        open=open_minari,
-        layouts={"minari": "stored"},
-        is_folder=data_directory,
-        names="minari:ID (minari:mujoco/hopper/medium-v0) or its directory",
-    ),
-    Format(
-        open=lambda path, _: dataset_source(open_dataset(path)),
-        layouts={"gear": "stored"},
-        is_folder=is_dataset,
-        names="a directory of GEAR shards",
-    ),
-    Format(
-        open=open_dqn_replay,
-        layouts={"dqn-replay": "stored"},
-        is_folder=replay_folder,
-        names="of DQN-Replay's checkpoints",
-    ),
-    Format(
-        open=open_lerobot,
-        layouts={"lerobot": "judged"},
-        is_folder=lambda path: (path / INFO).is_file(),
-        names="of a LeRobot dataset",
-    ),
-    Format(
-        open=open_zarr,
-        layouts={"zarr": "cut"},
-        suffixes=(".zip",),
-        is_folder=is_store,
-        names="of a zarr store (or its .zip)",
-    ),
+    Format(open_npz, {"npz": "cut", "ogbench": "cut"}, (".npz",)),
+    Format(open_parquet, {"parquet": "judged", "parquet-rows": "cut"}, (".parquet",)),
+    Format(open_parquet, {"arrow": "judged", "arrow-rows": "cut"}, ARROW),
+    Format(open_minari, {"minari": "stored"}, (), data_directory, MINARI),
+    Format(open_shards, {"gear": "stored"}, (), is_dataset, "a directory of GEAR shards"),
+    Format(open_dqn_replay, {"dqn-replay": "stored"}, (), replay_folder, "of DQN-Replay's logs"),
+    Format(open_lerobot, {"lerobot": "judged"}, (), is_lerobot, "of a LeRobot dataset"),
+    Format(open_zarr, {"zarr": "cut"}, (".zip",), is_store, "of a zarr store (or its .zip)"),
 )
 FILE_FORMATS = tuple(form for form in FORMATS if form.is_folder is None)
 

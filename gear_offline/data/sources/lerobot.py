@@ -14,6 +14,7 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -59,6 +60,11 @@ Place = tuple[InputFile, float]  # a video, and where in it an episode begins, i
 Read = Callable[[int, int], Array]  # of steps
 
 
+def is_lerobot(path: Path) -> bool:
+    """Tell the folder of a dataset."""
+    return (path / INFO).is_file()
+
+
 def open_lerobot(path: Path, request: SourceRequest) -> Source:
     """Open a dataset's folder; reads the episode numbers."""
     path, names = path.absolute(), request.names
@@ -74,28 +80,19 @@ def open_lerobot(path: Path, request: SourceRequest) -> Source:
     if rewards in kinds and kinds[rewards][0].kind == "b":
         kinds[rewards] = np.dtype(np.float32), ()
     usual = {alias: origin for alias, origin in NAMES.items() if origin in kinds}
+    frames = {name: math.prod(shape) for name, (_, shape) in kinds.items() if len(shape) == 3}
+    facts = {key: reader.info.get(key) for key in ("codebase_version", "robot_type", "fps")}
+    facts |= {CODES: codes} if (codes := reader.codes(columns)) else {}
+    facts |= {"left_out": left_out, "warnings": reader.notes}
+    info = SourceInfo(uri=path.name, format="lerobot", rule="episode_index", attributes=facts)
     return Source(
         [Piece(read=read, steps=reader.table.rows)],
         kinds,
         lengths=np.diff(reader.bounds),
-        preferred={  # a read of frames looks for a key frame
-            name: max(1, 4 * READ_BYTES // math.prod(shape))
-            for name, (_, shape) in kinds.items()
-            if len(shape) == 3
-        },
+        # a read of frames looks for a key frame
+        preferred={name: max(1, 4 * READ_BYTES // size) for name, size in frames.items()},
         usual=usual | observation_vectors(kinds, "observation.", path, names),
-        info=SourceInfo(
-            uri=path.name,
-            format="lerobot",
-            rule="episode_index",
-            files=(*reader.files, *reader.videos),
-            attributes={
-                **{key: reader.info.get(key) for key in ("codebase_version", "robot_type", "fps")},
-                **({CODES: codes} if (codes := reader.codes(columns)) else {}),
-                "left_out": left_out,
-                "warnings": reader.notes,
-            },
-        ),
+        info=replace(info, files=(*reader.files, *reader.videos)),
     )
 
 

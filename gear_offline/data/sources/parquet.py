@@ -8,7 +8,7 @@ Shape legend: T steps of an episode, R steps of a group of rows.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,7 @@ from gear_offline.core.types import Array, Int64Array
 from gear_offline.data.dataset.scores import dataset_of_file
 from gear_offline.data.sources.arrow_messages import MAGIC, read_batches
 from gear_offline.data.sources.base import Piece, Source, SourceInfo, SourceRequest
-from gear_offline.data.sources.columns import row_kinds, split_names
+from gear_offline.data.sources.columns import Kinds, row_kinds, split_names
 from gear_offline.data.sources.flags import find_flags
 from gear_offline.data.sources.flat import REQUIRED, find_columns, table_source
 from gear_offline.data.sources.input_files import InputFile, misfit, reading_errors
@@ -40,77 +40,97 @@ MAX_EPISODES = 1 << 24  # of a file; each takes some tens of bytes
 
 def open_parquet(path: Path, request: SourceRequest) -> Source:
     """Open files of one row a step or an episode; reads how long they are."""
-    path, names, paths = path.absolute(), request.names, request.shards or (path.absolute(),)
+    path, paths = path.absolute(), request.shards or (path.absolute(),)
     form = "arrow" if paths[0].suffix.lower() in ARROW else "parquet"
     files = tuple(map(ArrowFile if form == "arrow" else ParquetFile, paths))
     file, inputs = Shards(files) if files[1:] else files[0], tuple(each.file for each in files)
     if not file.rows or len({*file.schema.names}) < len(file.schema.names):
         problem = "columns of one name" if file.rows else "no rows"
-        raise misfit(
-            problem, path, "give a row for each step or episode, columns of different names"
-        )
+        remedy = "give a row for each step or episode, columns of different names"
+        raise misfit(problem, path, remedy)
     types = {field.name: field.type for field in file.schema}
-    lists = [name for name, dtype in types.items() if is_list(dtype) and is_numeric(dtype)]
-    observed, acts = (split_names(names.get(name, name)) for name in REQUIRED)
-    nested = any(is_list(getattr(types[n], "storage_type", types[n]).value_type) for n in lists)
-    numbers = {name for name, dtype in types.items() if is_numeric(dtype)} - {*lists}
-    rewards, flags = {names.get("rewards", "rewards")}, {*find_flags(types, names).values()}
-    mark_names = {mark[2] for mark in map(MARK.fullmatch, row_marks(types)) if mark}
-    signs = rewards & types.keys() or (set[str]() if nested else flags or mark_names)
-    rule_columns = {mark[2] for mark in MARK.finditer(request.rule or "")} & types.keys() - {*lists}
-    signs |= {*observed, *acts}
-    by_step = bool(rule_columns or signs & numbers) or not lists  # of an episode they are lists
+    by_step = _are_steps(types, request)
     arrays = {n: _array(file, n, dtype, by_step) for n, dtype in types.items()}
     if by_step:
         return table_source(arrays, request, inputs, lambda r: r, where=path, format=f"{form}-rows")
-    stored, left_out = find_columns(arrays, request, REQUIRED[::-1], ("rewards",), where=str(path))
-    once = sorted(numbers)  # of one value an episode
-    if file.rows > MAX_EPISODES:
-        raise misfit(f"{file.rows:,} episodes", path, f"give files of at most {MAX_EPISODES:,}")
-    lengths = np.zeros(file.rows, np.int64)
-    for row, values in file.batches(stored[0]):
-        lengths[row : row + len(values)] = counts = _lengths(values)
-        if not counts.all():
-            raise misfit("an episode without steps", path, "leave its row out")
-    bounds = np.cumsum([0, *lengths])
-    columns = {name: Column(file, name) for name in (*stored, *once)}
+    lists = _Lists(file, path, arrays, request)
+    folders = (path.stem, path.parent.name, path.parent.parent.name)  # hopper-medium-v2/train/
+    info: dict[str, Any] = {"attributes": {"left_out": lists.left_out}, "files": inputs}
+    info |= {"reference_name": next(filter(None, map(dataset_of_file, folders)), None)}
+    return Source(
+        [Piece(read=lists.read, steps=int(lists.bounds[-1]))],
+        lists.find_kinds(),
+        lengths=lists.lengths,
+        info=SourceInfo(uri=request.uri, format=form, rule="rows", **info),
+    )
 
-    def read(name: str, start: int, stop: int) -> Array:
+
+def _are_steps(types: Mapping[str, Any], request: SourceRequest) -> bool:
+    """Tell from the Arrow types of columns whether rows are steps, of an episode they are lists."""
+    names = request.names
+    numeric = {name for name, dtype in types.items() if is_numeric(dtype)}
+    lists = {name for name in numeric if is_list(types[name])}
+    nested = any(is_list(getattr(types[n], "storage_type", types[n]).value_type) for n in lists)
+    rewards, flags = {names.get("rewards", "rewards")}, {*find_flags(types, names).values()}
+    mark_names = {mark[2] for mark in map(MARK.fullmatch, row_marks(types)) if mark}
+    signs = rewards & types.keys() or (set[str]() if nested else flags or mark_names)
+    signs |= {n for name in REQUIRED for n in split_names(names.get(name, name))}
+    rule_columns = {mark[2] for mark in MARK.finditer(request.rule or "")} & types.keys()
+    return bool(rule_columns - lists or signs & (numeric - lists)) or not lists
+
+
+class _Lists:
+    """Reads steps of columns that hold an episode's in each row."""
+
+    def __init__(
+        self, file: Table, path: Path, arrays: Mapping[str, Any], request: SourceRequest
+    ) -> None:
+        if file.rows > MAX_EPISODES:
+            raise misfit(f"{file.rows:,} episodes", path, f"give files of at most {MAX_EPISODES:,}")
+        required, optional = REQUIRED[::-1], ("rewards",)
+        stored, left_out = find_columns(arrays, request, required, optional, where=str(path))
+        types = {field.name: field.type for field in file.schema}
+        # of one value an episode
+        self._once = {n for n, dtype in types.items() if is_numeric(dtype) and not is_list(dtype)}
+        self.left_out = {n: why for n, why in left_out.items() if n not in self._once}
+        self._file, self._path, self._first = file, path, stored[0]
+        self._observed = split_names(request.names.get(REQUIRED[0], REQUIRED[0]))
+        self._flags = {*find_flags(types, request.names).values()}
+        self.lengths = np.zeros(file.rows, np.int64)
+        for row, values in file.batches(stored[0]):
+            self.lengths[row : row + len(values)] = counts = _lengths(values)
+            if not counts.all():
+                raise misfit("an episode without steps", path, "leave its row out")
+        self.bounds = np.cumsum([0, *self.lengths])
+        self._columns = {name: Column(file, name) for name in (*stored, *sorted(self._once))}
+
+    def find_kinds(self) -> Kinds:
+        """Return dtype and step shape of the columns, by their first steps."""
+        kinds = row_kinds({name: self.read(name, 0, 1) for name in self._columns})
+        for column in self._columns.values():
+            column.close()
+        return kinds
+
+    def read(self, name: str, start: int, stop: int) -> Array:
+        """Return steps ``[start, stop)`` of a column."""
+        bounds, path = self.bounds, self._path
         first = int(np.searchsorted(bounds, start, side="right")) - 1
         last = int(np.searchsorted(bounds, stop))
-        with file.reading():
-            values, ends = columns[name].read(first, last), bounds[first + 1 : last + 1] - 1
-            if name in once:
+        with self._file.reading():
+            values, ends = self._columns[name].read(first, last), bounds[first + 1 : last + 1] - 1
+            lengths, begin = self.lengths[first:last], int(bounds[first])
+            if name in self._once:
                 each = step_rows(values, name, path)
-                if name in flags:
+                if name in self._flags:
                     return np.isin(np.arange(start, stop), ends[each != 0])
-                return each.repeat(lengths[first:last])[start - bounds[first] :][: stop - start]
+                return each.repeat(lengths)[start - begin : stop - begin]
             counts, steps = _lengths(values), values.flatten()
-            if name in observed and np.array_equal(counts, lengths[first:last] + 1):
+            if name in self._observed and np.array_equal(counts, lengths + 1):
                 steps = steps.take(np.delete(np.arange(len(steps)), np.cumsum(counts) - 1))
-            elif not np.array_equal(counts, lengths[first:last]):
-                problem = f"its lists are not as long as those of {stored[0]}"
+            elif not np.array_equal(counts, lengths):
+                problem = f"its lists are not as long as those of {self._first}"
                 raise misfit(problem, f"{path}: {name}", "give every column one value a step")
-            begin = int(bounds[first])
             return step_rows(steps[start - begin : stop - begin], name, path)
-
-    kinds = row_kinds({name: read(name, 0, 1) for name in columns})
-    for column in columns.values():
-        column.close()
-    folders = (path.stem, path.parent.name, path.parent.parent.name)  # hopper-medium-v2/train/
-    return Source(
-        [Piece(read=read, steps=int(bounds[-1]))],
-        kinds,
-        lengths=lengths,
-        info=SourceInfo(
-            uri=request.uri,
-            format=form,
-            rule="rows",
-            reference_name=next((d for f in folders if (d := dataset_of_file(f))), None),
-            files=inputs,
-            attributes={"left_out": {n: why for n, why in left_out.items() if n not in once}},
-        ),
-    )
 
 
 def _array(file: Table, name: str, dtype: Any, by_step: bool) -> SimpleNamespace:
