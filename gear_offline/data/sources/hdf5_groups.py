@@ -86,12 +86,16 @@ def open_groups(file: Hdf5File, groups: Mapping[str, Group], request: SourceRequ
     kinds = [(name.rpartition("/")[2], row_kinds(rows)) for name, (rows, _) in episodes.items()]
     columns, differing = common_columns(kinds, required | STEPWISE, where=file.path, remedy=JOINED)
     used = {header.path for group in groups.values() for header in group.values()}
-    aside = file.datasets.keys() - used - {f"mask/{name}" for name in masks}
+    used |= {f"mask/{name}" for name in masks}
+    aside = [name for name in file.datasets if name not in used]  # in an order that stays
     left_out = {n: why for _, reasons in episodes.values() for n, why in reasons.items()}
-    attributes, environment, reference = _environment(file)
+    facts, environment, reference = _environment(file)
+    facts["filter_keys"] = sorted(masks)
     empty, is_demos = len(group_names) - len(episodes), all(map(_DEMO.fullmatch, groups))
     is_unclear = is_demos and "dones" in columns and not ("dones" in names.values() or request.rule)
     notes = [f"{count_text(empty, 'episode')} without steps left out"] * (empty > 0)
+    facts["left_out"] = differing | lacking | left_out | dict.fromkeys(aside, "in no group")
+    facts["warnings"] = [*file.warnings, *notes, *[DONES] * is_unclear]
     return Source(
         [Piece.of({n: rows[n] for n in columns}) for rows, _ in episodes.values()],
         columns,
@@ -103,12 +107,7 @@ def open_groups(file: Hdf5File, groups: Mapping[str, Group], request: SourceRequ
             environment_id=environment,
             reference_name=reference,
             files=(file.file,),
-            attributes={
-                **attributes,
-                "filter_keys": sorted(masks),
-                "left_out": differing | lacking | left_out | dict.fromkeys(aside, "in no group"),
-                "warnings": [*file.warnings, *notes, *[DONES] * is_unclear],
-            },
+            attributes=facts,
         ),
     )
 
