@@ -51,7 +51,10 @@ def make_manifest(
     for shard in shards[1:]:
         for name, more in shard.moments.items():
             moments[name].merge(more)
-    terminated, truncated = int(source.terminated.sum()), int(source.truncated.sum())
+    seal = digest("".join(file.digest for file in files).encode()) if files else None
+    attributes = {str(name): _shorten_fact(value) for name, value in info.attributes.items()}
+    facts = {name: getattr(info, name) for name in ("uri", "format", "rule")}
+    record = SourceRecord(**facts, files=files, digest=seal, attributes=attributes)
     return Manifest(
         episodes=source.spec.episodes,
         steps=source.spec.steps,
@@ -60,16 +63,9 @@ def make_manifest(
         statistics={c.name: moments[c.name].result() for c in plan.columns},
         returns=distribution(np.concatenate([shard.returns for shard in shards])),
         lengths=distribution(source.episodes.lengths, integers=True),
-        endings=Endings(terminated=terminated, truncated=truncated),
+        endings=Endings(**{n: int(getattr(source, n).sum()) for n in Endings.model_fields}),
         environment=environment,
-        source=SourceRecord(
-            uri=info.uri,
-            format=info.format,
-            rule=info.rule,
-            files=files,
-            digest=digest("".join(file.digest for file in files).encode()) if files else None,
-            attributes={str(k): _shorten_fact(value) for k, value in info.attributes.items()},
-        ),
+        source=record,
         shards=[shard.record for shard in shards],
     )
 

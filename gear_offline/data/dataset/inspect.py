@@ -59,13 +59,9 @@ def inspect(
     checked, episodes = blocks if dataset.verified else 0, manifest.episodes
     document["returns"]["left_out"] = episodes - manifest.returns.count
     document["endings"]["neither"] = episodes - sum(count for _, count in manifest.endings)
-    return {
-        **document,
-        "path": str(dataset.path),
-        "bytes": manifest.total_bytes,
-        "digests": {"blocks": blocks, "block_bytes": manifest.block_bytes, "checked": checked},
-        "verified": dataset.verified,
-    }
+    seals = {"blocks": blocks, "block_bytes": manifest.block_bytes, "checked": checked}
+    sizes = {"path": str(dataset.path), "bytes": manifest.total_bytes}
+    return {**document, **sizes, "digests": seals, "verified": dataset.verified}
 
 
 def print_inspection(

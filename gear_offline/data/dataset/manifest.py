@@ -117,12 +117,8 @@ class RecordedEnvironment(Model):
 def _column_json(column: ColumnSpec) -> dict[str, Any]:
     """Describe a column and, under ``stored``, the form its tensors have in the shards."""
     dtype, shape = stored_form(column)
-    return {
-        "name": column.name,
-        "dtype": column.dtype.name,
-        "shape": list(column.shape),
-        "stored": {"dtype": CODES[dtype], "shape": list(shape)},
-    }
+    facts = {"name": column.name, "dtype": column.dtype.name, "shape": list(column.shape)}
+    return {**facts, "stored": {"dtype": CODES[dtype], "shape": list(shape)}}
 
 
 def _column(value: Any) -> ColumnSpec:
@@ -236,15 +232,9 @@ class Manifest(Model):
                 except ValueError as error:
                     raise damage_error(str(error), ADMISSIONS_NAME) from error
                 shards.append(shard)
-        return self.replace_fields(
-            shards=shards,
-            endings=Endings(
-                terminated=sum(each.terminated for each in ends),
-                truncated=sum(each.truncated for each in ends),
-            ),
-            episodes=sum(shard.episodes for shard in shards),
-            steps=sum(shard.steps for shard in shards),
-        )
+        counts = {n: sum(getattr(each, n) for each in ends) for n in Endings.model_fields}
+        sizes = {n: sum(getattr(shard, n) for shard in shards) for n in ("episodes", "steps")}
+        return self.replace_fields(shards=shards, endings=Endings(**counts), **sizes)
 
     def document(self) -> dict[str, Any]:
         """Return the fields by name, JSON-able; options of an environment only where there are."""
@@ -297,9 +287,8 @@ class Manifest(Model):
             del document["digest"]
             return cls.model_validate(document)
         except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
-            raise damage_error(
-                f"manifest is not usable: {first_line(error)[:300]}", where
-            ) from error
+            problem = f"manifest is not usable: {first_line(error)[:300]}"
+            raise damage_error(problem, where) from error
 
 
 def encode_admissions(admissions: Iterable[Admission], before: bytes) -> tuple[bytes, bytes]:

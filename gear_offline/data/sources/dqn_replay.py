@@ -16,6 +16,7 @@ import gzip
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -73,6 +74,8 @@ def open_dqn_replay(folder: Path, request: SourceRequest) -> Source:
     lengths = stops - firsts
     bounds = zip(firsts.tolist(), lengths.tolist(), strict=True)
     game = folder.parent.parent.name if folder.name == "replay_logs" else ""
+    facts: dict[str, Any] = {"padding_rows": int(rows - lengths.sum())}
+    facts |= {"reward_edits": [{"low": -1.0, "high": 1.0}], "warnings": notes}  # of game's points
     return Source(
         [Piece(read=log.read, first=first, steps=steps) for first, steps in bounds],
         kinds_of(log),
@@ -83,11 +86,7 @@ def open_dqn_replay(folder: Path, request: SourceRequest) -> Source:
             rule="terminals",
             environment_id=f"ALE/{game}-v5" if _GAME.fullmatch(game) else None,
             files=tuple(InputFile.find(path) for path in files_in(folder, (".gz",))),
-            attributes={
-                "padding_rows": int(rows - lengths.sum()),
-                "reward_edits": [{"low": -1.0, "high": 1.0}],  # of the game's points
-                "warnings": notes,
-            },
+            attributes=facts,
         ),
     )
 

@@ -94,7 +94,10 @@ def open_minari(path: Path, request: SourceRequest) -> Source:
     episode_kinds = [(f"episode {number}", kinds) for number, (_, _, kinds) in episodes]
     columns, differing = common_columns(episode_kinds, COLUMNS, where=data, remedy=REMEDY)
     empty = count_text(total - len(episodes), "episode")
+    stored = {name: metadata[name] for name in sorted(metadata) if name not in LONG}
+    facts: dict[str, Any] = {"metadata": stored, "left_out": reader.left_out | differing}
     notes = [f"{empty} without steps left out"] * (total > len(episodes))
+    facts |= {"unfinished_tail_steps": 0, "warnings": notes}
     uri = request.uri
     if not uri.startswith("minari:") and metadata.get("dataset_id"):
         uri = f"minari:{metadata['dataset_id']}"
@@ -111,12 +114,7 @@ def open_minari(path: Path, request: SourceRequest) -> Source:
             environment_options=options,
             scores=read_scores(metadata, uri),
             files=files,
-            attributes={
-                "metadata": {k: metadata[k] for k in sorted(metadata) if k not in LONG},
-                "left_out": reader.left_out | differing,
-                "unfinished_tail_steps": 0,
-                "warnings": notes,
-            },
+            attributes=facts,
         ),
     )
 
