@@ -206,6 +206,21 @@ def test_compare_writes_one_picture(
     assert set(tmp_path.iterdir()) == before, "a picture is drawn where it is asked for"
 
 
+def test_a_page_of_runs_holds_all_it_shows(runs: Path, tmp_path: Path) -> None:
+    wide = Path(shutil.copytree(runs / "whole", tmp_path / "wide", symlinks=True))
+    recipe = load_recipe(wide).replace({"model.hidden_size": 48})
+    (wide / "recipe.yaml").write_text(recipe.to_yaml())
+    page = tmp_path / "runs.html"
+    comparison = go.compare_runs([runs / "whole", wide], out=page)
+    text = page.read_text()
+    assert len(re.findall('<img src="data:image/png;base64,', text)) == 2, "curves; asked, achieved"
+    assert not re.search(r"<script|<link|@import|(src|href)=\"(?!data:image/png)", text)
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", text)
+    assert {"model.hidden_size", "48", str(wide)} < set(cells)
+    for row in comparison.table.rows:
+        assert {str(value) for value in row.asked.values()} < set(cells)
+
+
 MISTAKES: list[tuple[Callable[[Path], Any], str]] = [
     (lambda runs: go.list_runs(runs / "no-run"), "no run is there"),
     (lambda runs: go.list_runs(runs / "nothing"), "there is no such folder"),
@@ -216,7 +231,7 @@ MISTAKES: list[tuple[Callable[[Path], Any], str]] = [
     (lambda runs: go.compare_runs([runs / "nothing"]), "no such run"),
     (lambda runs: go.compare_runs([runs / "a-s0", runs / "no-run"]), "logged nothing yet"),
     (lambda runs: go.compare_runs([runs / "a-s0", runs / "damaged"]), "unknown option 'stepz'"),
-    (lambda runs: go.compare_runs([runs / "a-s0", runs / "a-s1"], out="x.pdf"), "with .png or"),
+    (lambda runs: go.compare_runs([runs / "a-s0", runs / "a-s1"], out="x.pdf"), "with .html"),
 ]
 
 

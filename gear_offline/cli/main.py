@@ -453,15 +453,15 @@ def runs_show(run: Path = Run(help="Run directory."), as_json: Json = False) -> 
 
 
 @runs_app.command(
-    "compare", cls=Command, epilog=examples("runs compare runs/a-s0 runs/b-s0 --out ab.svg")
+    "compare", cls=Command, epilog=examples("runs compare runs/a-s0 runs/b-s0 --out ab.html")
 )
 def runs_compare(
     runs: list[Path] = Run(metavar="RUN RUN...", help="Run directories, or a sweep's."),
-    out: Path | None = Option(None, help="File for the curves, .png or .svg; default none."),
+    out: Path | None = Option(None, help="File for the curves, .png or .svg; .html: a page."),
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Put runs side by side: a table, and with --out their curves in one picture."""
+    """Put runs side by side: a table, and with --out their curves or one page of all."""
     comparison = go.compare_runs(runs, out=out, overwrite=overwrite)
     show(comparison.to_json(), as_json, comparison.print)
     if comparison.plot is not None and not as_json:

@@ -76,7 +76,7 @@ def spread(count: int) -> list[int]:
 
 
 def draw_mean(
-    axes: Axes, x: Sequence[int], mean: npt.ArrayLike, interval: npt.ArrayLike, **style: Any
+    axes: Axes, x: Sequence[float], mean: npt.ArrayLike, interval: npt.ArrayLike, **style: Any
 ) -> None:
     """Draw a curve (n,) and its interval (2, n), NaN where there is none; `style` has a colour."""
     axes.plot(x, mean, linewidth=1.8, marker="o" if len(x) <= 20 else None, markersize=4, **style)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from jinja2 import Environment, FileSystemLoader, Template
 from markupsafe import Markup
 from matplotlib.axes import Axes
@@ -276,7 +277,16 @@ def draw_asked(
         axes.axhline(
             level, color=colour, linewidth=1.5, label=plots.label(f"{label}: {short(level)}")
         )
-    low, high = min(0.0, float(targets.min())), max(0.0, float(targets.max()))
+    draw_diagonal(axes, targets)
+    finding = f"Asked for {_numbers(targets)}, it achieves {_numbers(means)}"
+    shown_as = "mean and 95 % interval" if bars else "mean"
+    plots.titles(figure, finding, f"{name}: {shown_as} of {of}")
+    return plots.draw(figure)
+
+
+def draw_diagonal(axes: Axes, targets: npt.ArrayLike) -> None:
+    """Draw achieved = asked, and name both axes."""
+    low, high = min(0.0, float(np.min(targets))), max(0.0, float(np.max(targets)))
     room = 0.08 * (high - low) or 1.0
     line: Any = {"linestyle": "--", "linewidth": 1.2, "label": plots.label("achieved = asked")}
     corners = (low - room if low < 0 else 0.0, high + room)
@@ -286,10 +296,6 @@ def draw_asked(
     plots.thousands(axes.xaxis)
     plots.thousands(axes.yaxis)
     plots.legend(axes)
-    finding = f"Asked for {_numbers(targets)}, it achieves {_numbers(means)}"
-    shown_as = "mean and 95 % interval" if bars else "mean"
-    plots.titles(figure, finding, f"{name}: {shown_as} of {of}")
-    return plots.draw(figure)
 
 
 def _numbers(values: Float64Array) -> str:

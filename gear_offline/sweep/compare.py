@@ -7,6 +7,7 @@ these options as a sweep names them, or the names of the runs where that is too 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,14 +19,14 @@ from gear_offline.config.files import flat
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import OptimizerSettings
 from gear_offline.config.strict_yaml import dump_yaml
-from gear_offline.core.files import check_new_file, writing
+from gear_offline.core.files import check_new_file, write_file, writing
 from gear_offline.core.parts import is_same
 from gear_offline.core.progress import Printed, Terminal
 from gear_offline.core.text import Document
 from gear_offline.errors import InputError, given_path
 from gear_offline.runs.resume import RESUMABLE
 from gear_offline.runs.run import Run, open_run
-from gear_offline.sweep.report import plot_curves
+from gear_offline.sweep.report import plot_asked, plot_curves
 from gear_offline.sweep.results import SeedTable, TrialResult, make_table, read_result
 from gear_offline.sweep.trials import SweepDirectory, Trial, settings_labels, trial_name
 
@@ -40,7 +41,7 @@ class RunComparison(Printed, Document):
     table: SeedTable  # a row a setting, over its seeds, the best one first
     runs: dict[str, str]  # path of each run, and the setting that it is of
     environments: dict[str, tuple[str, ...]]  # names of runs by where they were evaluated
-    plot: Path | None  # the picture of the curves, if one was asked for
+    plot: Path | None  # the picture of the curves or the page, if one was asked for
 
     def print(self, *, console: Terminal | None = None) -> None:
         """Print a row a setting, and which runs' returns may be compared."""
@@ -70,7 +71,8 @@ def compare_runs(
     runs
         Two run directories or more; a sweep directory stands for the runs of its trials.
     out
-        File for the curves, ``.png`` or ``.svg``.
+        File for the curves, ``.png`` or ``.svg``; or ``.html``, a page with everything: table,
+        curves, asked and achieved returns, and the options that differ.
     overwrite
         Replace that file.
 
@@ -102,9 +104,9 @@ def compare_runs(
         remedy = "name two different runs or more, or a sweep; `gear-offline runs ls` lists them"
         raise InputError("USAGE", "there is nothing to compare", remedy=remedy)
     plot = None if out is None else given_path(out, "OUTPUT_WRITE", where="out")
-    if plot is not None and plot.suffix not in (".png", ".svg"):
-        remedy = "let its name end with .png or .svg"
-        raise InputError("USAGE", "a picture of this format is not made", str(plot), remedy)
+    if plot is not None and plot.suffix not in (".html", ".png", ".svg"):
+        remedy = "let its name end with .html, .png or .svg"
+        raise InputError("USAGE", "a page or picture of this format is not made", str(plot), remedy)
     if plot is not None:
         check_new_file(plot, overwrite=overwrite)
     results = [
@@ -128,9 +130,35 @@ def compare_runs(
     table = make_table(results)
     if plot is not None:
         with writing(plot):
-            plot_curves(plot, results, table)
+            if plot.suffix == ".html":
+                _write_page(plot, results, table, environments)
+            else:
+                plot_curves(plot, results, table)
     labels = {str(result.path): result.trial.label for result in results}
     return RunComparison(table=table, runs=labels, environments=environments, plot=plot)
+
+
+def _write_page(
+    path: Path,
+    results: Sequence[TrialResult],
+    table: SeedTable,
+    environments: Mapping[str, Sequence[str]],
+) -> None:
+    from gear_offline.runs.page import make_page
+    from gear_offline.runs.report import render_page  # matplotlib takes half a second
+
+    with tempfile.TemporaryDirectory(prefix="gear-") as name:
+        folder = Path(name)
+        plot_curves(folder / "curves.png", results, table)
+        text = render_page(
+            Path(__file__).with_name("compare.md.j2"),
+            results=results,
+            table=table,
+            environments=environments,
+            options=dict.fromkeys(option for row in table.rows for option in row.settings),
+            shows_asked=plot_asked(folder / "asked.png", table, {}) is not None,
+        )
+        write_file(path, make_page(text, folder).encode())
 
 
 def _runs_in(path: Path) -> list[Path]:

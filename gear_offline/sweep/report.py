@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,12 @@ from gear_offline.artifacts.records import read_summary
 from gear_offline.core.files import write_file
 from gear_offline.core.progress import Printed, Terminal
 from gear_offline.core.text import LEAST, count_text, short
+from gear_offline.core.types import Float64Array
 from gear_offline.sweep.results import (
     INTERVAL,
     RANKING,
+    Estimate,
+    Row,
     SeedTable,
     TrialResult,
     by_label,
@@ -96,7 +99,9 @@ class SweepResult(Printed):
         from gear_offline.runs.report import render_page  # matplotlib takes half a second
 
         plot = plot_curves(self.path / "plots" / "learning_curves.png", self.trials, self.table)
-        targets_plot = plot_asked(self.path / "plots" / "asked_vs_achieved.png", self)
+        targets_plot = plot_asked(
+            self.path / "plots" / "asked_vs_achieved.png", self.table, self.levels
+        )
         text = render_page(
             Path(__file__).with_name("sweep.md.j2"),
             result=self,
@@ -126,22 +131,62 @@ def read_sweep(path: str | os.PathLike[str]) -> SweepResult:
     )
 
 
-def plot_asked(path: Path, result: SweepResult) -> Path | None:
-    """Draw asked and achieved returns of a sweep of seeds alone into `path`; None of others."""
+def plot_asked(path: Path, table: SeedTable, levels: Mapping[str, float]) -> Path | None:
+    """Draw asked and achieved returns into `path`; None where no setting has several targets.
+
+    Of several settings the best ones have a line each, of a single one also its data's `levels`.
+    """
     from gear_offline.runs.report import draw_asked
 
-    table = result.table
-    conditions = {each.trial.recipe.loader.condition for each in result.trials}
-    if len(table.rows) != 1 or table.goals or not table.asked or "advantage" in conditions:
+    rows = [row for row in table.rows if row.asked]
+    if table.goals or table.advantages or not rows:
         return None
-    achieved = {}
-    for target, mean in table.rows[0].asked.items():
-        half = np.nan if mean.half is None else mean.half
-        achieved[target] = mean.values, mean.mean, (mean.mean - half, mean.mean + half)
-    seeds = count_text(len(table.rows[0].seeds), "seed")
+    if len(table.rows) > 1:
+        picture = _draw_settings(rows)
+    else:
+        achieved = {}
+        for target, mean in rows[0].asked.items():
+            half = np.nan if mean.half is None else mean.half
+            achieved[target] = mean.values, mean.mean, (mean.mean - half, mean.mean + half)
+        seeds = count_text(len(rows[0].seeds), "seed")
+        picture = draw_asked(achieved, levels, rows[0].label, seeds)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, draw_asked(achieved, result.levels, table.rows[0].label, seeds))
+    write_file(path, picture)
     return path
+
+
+def _draw_settings(rows: Sequence[Row]) -> bytes:
+    """Draw achieved over asked returns, a line a setting and a dot a seed."""
+    from gear_offline.core import plots
+    from gear_offline.runs.report import draw_diagonal
+
+    figure = plots.new_figure()
+    axes = figure.add_subplot()
+    for row, colour in zip(rows, plots.SERIES, strict=False):
+        targets = sorted(row.asked)
+        means = [row.asked[target] for target in targets]
+        style: Any = {"color": colour, "label": plots.label(row.label)}
+        plots.draw_mean(axes, targets, *_mean_and_ends(means), **style)
+        for target, mean in zip(targets, means, strict=True):
+            dots = [target] * len(mean.values)
+            axes.scatter(dots, mean.values, s=11, color=colour, alpha=0.35)
+    draw_diagonal(axes, [target for row in rows for target in row.asked])
+    highest = max(target for row in rows for target in row.asked)
+    ends = sorted(row.asked[highest].mean for row in rows if highest in row.asked)
+    low, high = short(ends[0]), short(ends[-1])
+    finding = (
+        f"Asked for {short(highest)}, they achieve {low if low == high else f'{low} to {high}'}"
+    )
+    subtitle = f"mean over seeds (dots), 95 % interval from {LEAST} seeds on"
+    plots.titles(figure, finding, f"{count_text(len(rows), 'setting')}; {subtitle}")
+    return plots.draw(figure)
+
+
+def _mean_and_ends(estimates: Sequence[Estimate]) -> tuple[Float64Array, list[Float64Array]]:
+    """Return means (n,) and the two ends of their intervals, NaN of a few seeds."""
+    pairs = [(e.mean, e.half if len(e.values) >= LEAST else None) for e in estimates]
+    mean, half = np.array(pairs, np.float64).reshape(-1, 2).T
+    return mean, [mean - half, mean + half]
 
 
 def plot_curves(path: Path, trials: Sequence[TrialResult], table: SeedTable) -> Path | None:
@@ -164,11 +209,8 @@ def plot_curves(path: Path, trials: Sequence[TrialResult], table: SeedTable) -> 
             runs = [r.curves[metric] for r in groups[label] if r.status == "complete"]
             steps = sorted(set.intersection(*map(set, runs)))
             values = np.array([[run[step] for run in runs] for step in steps], np.float64)
-            means = [estimate(row) for row in values]
-            mean, half = np.array([[m.mean, m.half] for m in means], np.float64).reshape(-1, 2).T
-            half[:] = np.nan if len(runs) < LEAST else half
             style: Any = {"color": colour, "label": plots.label(label)}
-            plots.draw_mean(axes, steps, mean, [mean - half, mean + half], **style)
+            plots.draw_mean(axes, steps, *_mean_and_ends([*map(estimate, values)]), **style)
             if len(runs) > 1 and 0 < len(steps) <= MOST_DOTTED:
                 places = np.repeat(steps, len(runs))
                 axes.scatter(places, values.reshape(-1), s=11, color=colour, alpha=0.35)

@@ -97,6 +97,7 @@ class SeedTable(Document):
     rows: tuple[Row, ...]
     metric: str
     goals: bool = False  # targets are numbers of tasks
+    advantages: bool = False  # targets of a setting are advantages, no returns
     interval: str = INTERVAL
 
     @property
@@ -266,4 +267,10 @@ def make_table(results: Sequence[TrialResult]) -> SeedTable:
     def rank(row: Row) -> float:
         return sign * row.estimates[metric].mean if metric in row.estimates else np.inf
 
-    return SeedTable(rows=tuple(sorted(rows, key=rank)), metric=metric, goals=goals)
+    conditions = {each.trial.recipe.loader.condition for each in results}
+    return SeedTable(
+        rows=tuple(sorted(rows, key=rank)),
+        metric=metric,
+        goals=goals,
+        advantages="advantage" in conditions,
+    )
