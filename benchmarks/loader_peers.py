@@ -286,7 +286,7 @@ def reverb_dataset(data: Data, batch_size: int, span: int) -> NextBatch:
     if "REVERB" not in os.environ:
         raise ImportError("REVERB names no Python that has dm-reverb")
     command = [os.environ["REVERB"], "-m", "benchmarks.reverb_reader"]
-    command += [str(write_steps(data)), str(batch_size), str(span)]
+    command += [str(write_steps(data)), str(span), str(batch_size)]
     pipe = subprocess.PIPE
     child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
     ask, answer = child.stdin, child.stdout

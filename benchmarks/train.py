@@ -89,15 +89,16 @@ def _released(batches: Callable[[], dict[str, Tensor]]) -> Call:
     model = released.to("cuda").train()
     parameters = trainable_parameters(model)
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=1e-4)
-    return partial(_released_step, model, optimizer, parameters, batches)
+    return partial(take_step, model, optimizer, parameters, batches)
 
 
-def _released_step(
+def take_step(
     model: Any,
     optimizer: torch.optim.Optimizer,
     parameters: Sequence[Tensor],
     batches: Callable[[], dict[str, Tensor]],
 ) -> None:
+    """Take a step of a model with the released class's arguments."""
     batch = batches()
     losses = step_losses(model(**batch).action_preds, batch["actions"])
     loss = mean_loss(losses, batch["attention_mask"])
