@@ -86,7 +86,7 @@ class Batch:
         storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
         if sum(storages.values()) <= 2 * sum(tensor.nbytes for tensor in tensors):
             return self.__dict__
-        return self._map(lambda tensor: tensor.contiguous().clone()).__dict__
+        return self.map(lambda tensor: tensor.contiguous().clone()).__dict__
 
     # A mapping as Hugging Face's BatchEncoding, but none that libraries make anew of its tensors.
 
@@ -159,17 +159,18 @@ class Batch:
 
         With `non_blocking`, copies from page-locked memory are enqueued and not waited for.
         """
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def contiguous(self) -> Batch:
         """Return the batch with every tensor contiguous, copying only those that are not."""
-        return self._map(lambda tensor: tensor.contiguous())
+        return self.map(lambda tensor: tensor.contiguous())
 
     def part(self, segments: slice | Tensor) -> Batch:
         """Return some of the segments; of a slice views."""
-        return self._map(lambda tensor: tensor[segments])
+        return self.map(lambda tensor: tensor[segments])
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """Return the batch with `change` of every tensor."""
         segments, bounds = change(self.segments), self.task_bounds
         fields: dict[str, Any] = dict.fromkeys(_FIELDS)
         return Batch(

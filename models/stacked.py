@@ -1,4 +1,4 @@
-"""Several Decision Transformers as one: weights stacked, products batched.
+"""Several models as one: weights stacked, products batched.
 
 The kernels of a small model leave most of a GPU idle.  N models of one shape, each with a batch of
 its own, are one forward and one backward pass here whose kernels are N times as large.  Nothing is
@@ -11,6 +11,7 @@ Shape legend: N models, B windows each, K steps, T = 3K tokens, H hidden size, R
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -19,13 +20,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gear_offline.kernels.short_attention import packed_attention, supports_packed
+from gear_offline.models.base import SequenceModel
 from gear_offline.models.blocks import attend, drop
 from gear_offline.models.decision_transformer import (
     STATE_TOKENS,
     DecisionTransformer,
     check_timesteps,
 )
-from gear_offline.models.loss import TrainingBatch, segment_losses, step_losses
+from gear_offline.models.loss import TrainingBatch, mean_loss, segment_losses, step_losses
 from gear_offline.models.narrow import LOADED, joint_maps
 
 INPUTS = ("states", "actions", "timesteps", "attention_mask")
@@ -44,23 +46,102 @@ class _InRow(torch.autograd.Function):
         return gradient.contiguous()
 
 
-class StackedModels(nn.Module):
-    """N models of one shape.
+class Stack(nn.Module):
+    """N models of one shape, whose parameters are stacked on a new first axis.
 
-    Their trainable parameters are stacked on a new first axis.  The models stay as they are and
-    see every update: their parameters become views of the stacked ones.
+    The models stay as they are and see every update: their parameters become views of the stacked
+    ones.  They are on one device and have float32 weights; which models can be stacked is said by
+    `gear_offline.training.stack.why_not_stacked`.
+    """
 
-    They are on one device and have float32 weights; which models can be stacked is said by
-    `gear_offline.training.stack.why_not_stacked`.  `precision` is the type of the products; None
-    for float32.
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+        self._parts: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
+
+    def losses(self, batch: Any) -> Tensor:
+        """Return the loss of each model on its part of a batch, (N,); of several losses (N, P).
+
+        It has N * B windows, those of the first model first.
+        """
+        raise NotImplementedError
+
+    def after_step(self) -> None:
+        """Do what is due after an update, for all models at once."""
+
+    def hand_out_gradients(self) -> None:
+        """Give each model's parameters their part of the gradients; views."""
+        for stacked, originals in self._parts:
+            for n, parameter in enumerate(originals):
+                parameter.grad = None if stacked.grad is None else stacked.grad[n]
+
+    def zero_gradients(self) -> None:
+        """Drop the gradients, here and in the models."""
+        for stacked, originals in self._parts:
+            stacked.grad = None
+            for parameter in originals:
+                parameter.grad = None
+
+    def _join(self, originals: list[Any]) -> nn.Parameter:
+        """Return models' parameters as one, of which they become views."""
+        learns = originals[0].requires_grad
+        stacked = nn.Parameter(torch.stack([p.detach() for p in originals]), learns)
+        for n, p in enumerate(originals):
+            p.data = stacked.data[n]
+        self._parts.append((stacked, originals))
+        return stacked
+
+
+class MappedModels(Stack):
+    """Models whose `losses` are plain operations of torch, which `torch.func.vmap` batches.
+
+    `after_step` combines parameters with parameters, element by element.
+    """
+
+    def __init__(
+        self, models: Sequence[SequenceModel], *, precision: torch.dtype | None = None
+    ) -> None:
+        super().__init__(len(models))
+        self._precision = precision
+        self.model = copy.deepcopy(models[0])  # of stacked parameters
+        for path, module in self.model.named_modules():
+            each = [model.get_submodule(path) for model in models]
+            for name in module._parameters:
+                module._parameters[name] = self._join([one._parameters[name] for one in each])
+
+    def losses(self, batch: Any) -> Tensor:
+        leaves = list[Tensor]()
+        batch.map(lambda tensor: leaves.append(tensor) or tensor)  # type: ignore[func-returns-value]
+        cut = [tensor.unflatten(0, (self.count, -1)) for tensor in leaves]  # type: ignore[no-untyped-call]
+
+        def losses(weights: dict[str, Tensor], tensors: list[Tensor]) -> Tensor:
+            rest = iter(tensors)
+            part = batch.map(lambda _: next(rest))
+            named = torch.func.functional_call(self.model, weights, (part,))
+            return torch.stack([mean_loss(each, part.attention_mask) for each in named.values()])
+
+        weights: Any = dict(self.model.named_parameters())
+        kind, device = self._precision, leaves[0].device.type
+        with torch.autocast(device, dtype=kind, enabled=kind is not None):
+            each: Tensor = torch.func.vmap(losses, randomness="different")(weights, cut)
+        return each if each.shape[1] > 1 else each[:, 0]
+
+    def after_step(self) -> None:
+        self.model.after_step()
+
+
+class StackedModels(Stack):
+    """Decision Transformers.
+
+    `precision` is the type of the products; None for float32.
     """
 
     def __init__(
         self, models: Sequence[DecisionTransformer], *, precision: torch.dtype | None = None
     ) -> None:
-        super().__init__()
+        super().__init__(len(models))
         first: Any = models[0]
-        self.count, self.layers = len(models), len(first.encoder.h)
+        self.layers = len(first.encoder.h)
         self._heads = first.encoder.h[0].attn.num_heads
         self._scale = first.encoder.h[0].attn.scaling
         self._dropout = first.encoder.dropout
@@ -70,25 +151,16 @@ class StackedModels(nn.Module):
         self._rows = first.config.max_ep_len
         self._kind = torch.float32 if precision is None else precision
         self._keys: dict[str, str] = {}
-        self._parts: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
         by_model = [dict(model.named_parameters()) for model in models]
         for name, parameter in by_model[0].items():
             if not parameter.requires_grad:
                 continue
-            originals = [parameters[name] for parameters in by_model]
-            # models of one shape
-            stacked = nn.Parameter(torch.stack([p.detach() for p in originals]))
-            for n, p in enumerate(originals):
-                p.data = stacked.data[n]
             self._keys[name] = name.replace(".", "_")
+            stacked = self._join([parameters[name] for parameters in by_model])
             self.register_parameter(self._keys[name], stacked)
-            self._parts.append((stacked, originals))
 
     def losses(self, batch: TrainingBatch) -> Tensor:
-        """Return (N,) float32, the loss of each model on its part of a batch.
-
-        It has N * B windows, those of the first model first, padded on the right.
-        """
+        """Return (N,) float32, as `Stack.losses`, of windows padded on the right."""
         fields = batch.model_inputs()
         if fields["timesteps"].device.type == "cpu" and not torch.compiler.is_compiling():
             check_timesteps(fields["timesteps"], self._rows)
@@ -113,19 +185,6 @@ class StackedModels(nn.Module):
         error = step_losses(predicted.view(actions.shape).flatten(0, 1), actions.flatten(0, 1))
         of_models = mask.flatten(1)
         return segment_losses(error.view(of_models.shape), of_models)
-
-    def hand_out_gradients(self) -> None:
-        """Give each model's parameters their part of the gradients; views."""
-        for stacked, originals in self._parts:
-            for n, parameter in enumerate(originals):
-                parameter.grad = None if stacked.grad is None else stacked.grad[n]
-
-    def zero_gradients(self) -> None:
-        """Drop the gradients, here and in the models."""
-        for stacked, originals in self._parts:
-            stacked.grad = None
-            for parameter in originals:
-                parameter.grad = None
 
     def _embed(
         self, targets: Tensor, states: Tensor, actions: Tensor, steps: Tensor

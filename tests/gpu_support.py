@@ -37,7 +37,7 @@ def same(one: Batch, other: Batch) -> None:
 
 def take(batch: Batch, slots: Any) -> Batch:
     """Return some slots of a batch."""
-    return batch._map(lambda tensor: tensor[torch.from_numpy(slots)])
+    return batch.map(lambda tensor: tensor[torch.from_numpy(slots)])
 
 
 def capture(batches: Any) -> torch.cuda.CUDAGraph:

@@ -57,7 +57,7 @@ def compare(paths: dict[str, str]) -> None:
                 )
 
                 def check(batch: Batch, expected: Batch, step: int, loader: GearLoader) -> None:
-                    mine = row_digests(batch._map(lambda tensor: tensor.cpu()))
+                    mine = row_digests(batch.map(lambda tensor: tensor.cpu()))
                     answers = world.gather([loader.slots_at(step).tolist(), mine])
                     found = global_digest(*zip(*answers, strict=True))
                     assert found == global_digest([range(BATCH)], [row_digests(expected)])

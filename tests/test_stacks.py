@@ -227,6 +227,40 @@ def test_stacked_runs_are_those_that_are_alone(
     assert len({learnt(tmp_path / "all" / trial.name)["model"] for trial in trials}) == 4
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        ("model.kind=mlp", "model.dropout=0", "model.history=2"),
+        ("model.kind=iql",),
+        ("model.kind=iql", "model.policy=deterministic", "optimizer.clip_norm=0.5"),
+    ],
+)
+def test_other_models_are_stacked(
+    data: Path, tmp_path: Path, monkeypatch: Patch, model: tuple[str, ...]
+) -> None:
+    """Slow critics move, losses are noted one by one, each with the rates of its own groups."""
+    extras = "loader.extra_columns=next_states,terminated,has_next"
+    base = tiny_recipe(data, *model, extras, "evaluate.episodes=0", "model.hidden_size=16")
+    trials = [
+        trial_of(f"t{n}", base.replace({"optimizer.learning_rate": 0.01 / n, "seed": n}))
+        for n in (1, 2, 3)
+    ]
+    alone = Mock(side_effect=AssertionError("they are stacked"))
+    with monkeypatch.context() as patch:
+        patch.setattr(EagerStep, "run", alone)
+        assert set(train_together(trials, tmp_path / "all").values()) == {None}
+    for trial in trials:
+        run = train_run(trial.recipe, out=tmp_path / trial.name, quiet=True)
+        assert_alike(tmp_path / "all" / trial.name, run)
+        rows, others = (
+            read_records(path / "metrics.jsonl") for path in (tmp_path / "all" / trial.name, run)
+        )
+        for row, other in zip(rows, others, strict=True):
+            names = row.keys() & {"value", "critic", "policy"}
+            assert len(names) == (3 if "model.kind=iql" in model else 0)
+            assert all(row[name] == pytest.approx(other[name], rel=1e-3) for name in names)
+
+
 def test_stacked_runs_are_played_together_as_each_alone(
     data: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:

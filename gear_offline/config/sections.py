@@ -448,6 +448,7 @@ class ModelSettings(Section):
     asks_returns: ClassVar[Any] = False  # it cannot do without returns-to-go
     is_stochastic: ClassVar[Any] = False  # its actions can be drawn
     takes_tasks: ClassVar[Any] = False  # it can be trained on data of several tasks
+    stacks: ClassVar[Any] = False  # several runs can be trained as one
     # blocks, their width, tokens of a step: what memory and FLOPs follow from; 0: unknown
     shape: ClassVar[Any] = (0, 0, 0)
 
@@ -482,6 +483,7 @@ class TransformerSettings(ModelSettings):
     asks_returns: ClassVar[Any] = True
     is_stochastic = property(lambda self: self.policy == "gaussian")
     takes_tasks = property(lambda self: not self.is_stochastic)
+    stacks: ClassVar[Any] = True
     shape = property(lambda self: (self.layers, self.hidden_size, 3))
 
     def __str__(self) -> str:
@@ -499,6 +501,7 @@ class DecoupledSettings(TransformerSettings):
     """Squash predicted actions into [-1, 1]; auto: where the data lie in it."""
 
     takes_tasks: ClassVar[Any] = False
+    stacks: ClassVar[Any] = False
     shape = property(lambda self: (self.layers, self.hidden_size, 2))
 
 
@@ -509,6 +512,7 @@ class ReleasedSettings(TransformerSettings):
     """Hugging Face's class as it is."""
 
     takes_tasks: ClassVar[Any] = False
+    stacks: ClassVar[Any] = False
 
 
 class MLPSettings(ModelSettings):
@@ -534,6 +538,7 @@ class MLPSettings(ModelSettings):
     """Squash predicted actions into [-1, 1]; auto: where the data lie in it."""
 
     asks_returns = property(lambda self: self.condition == "returns")
+    stacks: ClassVar[Any] = True
     shape = property(lambda self: (self.layers, self.hidden_size, 1))
 
 
@@ -564,6 +569,7 @@ class IQLSettings(ModelSettings):
     """Squash the policy's means into [-1, 1]; auto: where the data lie in it."""
 
     is_stochastic = property(lambda self: self.policy == "gaussian")
+    stacks: ClassVar[Any] = True
     shape = property(lambda self: (self.layers, self.hidden_size, 1))
 
 

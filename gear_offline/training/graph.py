@@ -116,7 +116,7 @@ class RunPart:
     ) -> None:
         assert optimizer.on_device, "made with captured=True"
         self.optimizer, self.batches, self._window = optimizer, batches, window.rows
-        self._parts = window.parts
+        self._parts = window.parts  # the last row is for steps behind the window
         device = window.rows.device
         self._row = torch.full((1,), window.filled, dtype=torch.int64, device=device)
         self._index = torch.full((1,), step, dtype=torch.int64, device=device)
@@ -124,15 +124,19 @@ class RunPart:
         self.fill_seconds = _time_fill(batches, batch) if fill_seconds is None else fill_seconds
         self.graph: Any = None  # of the whole step, once it is captured
 
-    def update(self, loss: Tensor) -> Update:
-        """Return the update, which clips, steps the optimiser, notes loss and norm, and counts."""
+    def update(self, loss: Tensor, parts: Tensor | None = None) -> Update:
+        """Return the update, which clips, steps the optimiser, notes loss and norm, and counts.
+
+        The `parts` of several losses are noted at once.
+        """
+        if parts is not None:
+            row = self._row.clamp(max=len(self._parts) - 1)
+            self._parts.index_copy_(0, row, parts[None])
         return Update(self.optimizer.on_device, loss, self._index, self._row, self._window)
 
     def finish(self, loss: Tensor, parts: Tensor | None = None) -> None:
-        """Do what `update` returns by itself; note the `parts` of several losses."""
-        if parts is not None:
-            self._parts.index_copy_(0, self._row, parts[None])
-        enqueue_together([self.update(loss)])
+        """Do what `update` returns by itself."""
+        enqueue_together([self.update(loss, parts)])
 
     def finish_capture(self, graph: Any) -> None:
         """Make a captured update ready for replays, whose first batch is the next one again."""

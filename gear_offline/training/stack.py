@@ -16,18 +16,21 @@ import torch
 from torch import Tensor
 
 from gear_offline.config.recipe import Recipe
+from gear_offline.config.sections import TransformerSettings
 from gear_offline.errors import GearError
 from gear_offline.kernels.adamw import Update, enqueue_together
 from gear_offline.loaders.batch import Batch, join_batches
 from gear_offline.loaders.static_batch import side_by_side
 from gear_offline.models.base import ModelSizes
-from gear_offline.models.loss import TrainingBatch
-from gear_offline.models.stacked import StackedModels
+from gear_offline.models.decision_transformer import DecisionTransformer
+from gear_offline.models.stacked import MappedModels, StackedModels
 from gear_offline.training.cost import is_compiled
 from gear_offline.training.gradients import COMPILE
 from gear_offline.training.graph import RunPart, capture, warm_up
 from gear_offline.training.learner import Learner
 from gear_offline.training.step import EagerStep, GraphStep, Step
+
+Losses = list[tuple[Tensor, Tensor | None]]  # of each learner the sum, and each of several
 
 
 def stack_key(recipe: Recipe) -> str:
@@ -43,18 +46,19 @@ def why_not_stacked(recipe: Recipe, sizes: ModelSizes, *, learns: bool) -> str |
     A stack is one pass of plain models.  `learns`: the selection does, from losses.
     """
     train, loader, model = recipe.train, recipe.loader, recipe.model
+    is_transformer = isinstance(model, TransformerSettings)
     reasons = {
-        "the model is no Decision Transformer": model.kind != "decision_transformer",
+        f"model.kind={model.kind} is trained alone": not model.stacks,
         "batches are computed in micro-batches (train.accumulate)": train.accumulate > 1,
         "blocks are computed twice (train.recompute)": train.recompute,
         "batches are left out (train.skip)": train.skip,
         "steps run on a bfloat16 copy of the weights (train.weights)": train.weights != "fp32",
         "products are in 8 bits (train.precision)": train.precision == "fp8",
         "windows are padded on the left (loader.padding)": loader.padding != "right",
-        "the policy is stochastic (model.policy)": model.is_stochastic,
+        "the policy is stochastic (model.policy)": is_transformer and model.is_stochastic,
         "their selection learns from losses": learns,
         "the model has several tasks": sizes.tasks,
-        "actions are discrete": sizes.discrete,
+        "actions are discrete": is_transformer and sizes.discrete,
         "observations are several columns": len(sizes.columns) > 1,
         "frames have an encoder": sizes.columns[0].frames
         and getattr(model, "encoder", "") != "none",
@@ -81,9 +85,11 @@ class Stack(Step):
         self._batches: dict[Learner, Batch] = {}  # of one that has left, its last
         self._left: set[Learner] = set()
         models: list[Any] = [learner.model for learner in learners]
-        self._models = StackedModels(models, precision=first.precision)
-        self._losses: Callable[[TrainingBatch], Tensor] = self._models.losses
-        self._ones = torch.ones(len(self.learners), device=first.device)
+        is_plain = not isinstance(models[0], DecisionTransformer)
+        self._models = (MappedModels if is_plain else StackedModels)(
+            models, precision=first.precision
+        )
+        self._losses: Callable[[Batch], Tensor] = self._models.losses
         if is_compiled(first.recipe.train) and first.device.type == "cuda":
             self._losses = torch.compile(self._models.losses, dynamic=False, options=COMPILE)
         self._is_captured = all(learner.is_captured for learner in learners)
@@ -94,7 +100,7 @@ class Stack(Step):
         if not self._is_captured:
             return self._launch(staying)
         if self._captured is None:
-            self._captured = CapturedStack(self.learners, self._gradients)
+            self._captured = CapturedStack(self.learners, self._gradients, self._models.after_step)
         for learner in staying:
             learner.window.start()
         self._captured.replay()
@@ -119,8 +125,10 @@ class Stack(Step):
         failed: dict[Learner, GearError] = {}
         self._batches |= {learner: learner.begin_step() for learner in staying}
         losses = self._gradients(join_batches([self._batches[n] for n in self.learners]))
-        for learner, loss in zip(self.learners, losses, strict=True):
+        for learner, (loss, parts) in zip(self.learners, losses, strict=True):
             if learner in staying:
+                if parts is not None:
+                    learner.window.parts[learner.window.filled] = parts
                 try:
                     learner.finish_step(loss)
                 except GearError as error:
@@ -128,13 +136,14 @@ class Stack(Step):
                     self.leave(learner)
         return failed
 
-    def _gradients(self, batch: TrainingBatch) -> Tensor:
-        """Give every parameter its gradient; return the losses, (N,), detached."""
+    def _gradients(self, batch: Batch) -> Losses:
+        """Give every parameter its gradient; return each loss and its parts, detached."""
         self._models.zero_gradients()
         losses = self._losses(batch)
-        losses.backward(self._ones)  # type: ignore[no-untyped-call]
+        losses.backward(torch.ones_like(losses))  # type: ignore[no-untyped-call]
         self._models.hand_out_gradients()
-        return losses.detach()
+        losses = losses.detach()
+        return [(each, None) if each.ndim == 0 else (each.sum(), each) for each in losses]
 
 
 class CapturedStack:
@@ -146,9 +155,13 @@ class CapturedStack:
     """
 
     def __init__(
-        self, learners: Sequence[Learner], gradients: Callable[[TrainingBatch], Tensor]
+        self,
+        learners: Sequence[Learner],
+        gradients: Callable[[Batch], Losses],
+        after_step: Callable[[], None],
     ) -> None:
         self._gradients, self._device = gradients, learners[0].device
+        self._after_step = after_step
         loader = learners[0].loader
         places, self._batch = side_by_side(loader.engines, len(learners), loader.padding)
         self._parts: list[RunPart] = []
@@ -175,12 +188,14 @@ class CapturedStack:
     def _run(self) -> None:
         if not self._is_early:
             self._make_batches()
-        losses = self._gradients(self._batch).unbind()
-        updates = [part.update(loss) for part, loss in zip(self._parts, losses, strict=True)]
+        losses = self._gradients(self._batch)
+        updates = [part.update(*loss) for part, loss in zip(self._parts, losses, strict=True)]
         if self._is_early:
             self._make_batches(updates)
         else:
             enqueue_together(updates)
+        with torch.no_grad():
+            self._after_step()
         for part in self._parts:
             part.batches.end(timed=True)
 

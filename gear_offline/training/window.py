@@ -19,7 +19,8 @@ class ReportWindow:
 
     def __init__(self, most: int, device: torch.device, parts: int = 0) -> None:
         self.rows = torch.zeros(most, 2, device=device)  # the first `filled` are in use
-        self.parts = torch.zeros(most, parts, device=device)  # of several losses, each
+        # of several losses, each; the last row is that of steps behind the window
+        self.parts = torch.zeros(most + 1, parts, device=device)
         self.filled = 0
         self.timed = 0  # of these, done by this process: fewer where a run was resumed
         self.busy_seconds = self._began = 0.0
