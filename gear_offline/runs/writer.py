@@ -137,7 +137,7 @@ class RunWriter(Closing):
         from gear_offline.runs.report import write_report  # matplotlib takes half a second
 
         self.tell_saved()
-        learner, before = self._learner, read_summary(self._path)
+        learner, before, seconds = self._learner, read_summary(self._path), self.seconds
         text = f"{self._recipe.name}: was complete already, {count_text(learner.step, 'step')}"
         steps = learner.step - self._first_step
         played = len(self._evaluations.log.reports) > self._played_before
@@ -153,7 +153,7 @@ class RunWriter(Closing):
             write_file(file, content.encode())
             stopped = learner.step < self._recipe.train.steps
             end = f"stopped by a callback at step {learner.step:,}," if stopped else "complete"
-            text = f"{self._recipe.name}: {end} after {self.seconds:,.0f} s of training"
+            text = f"{self._recipe.name}: {end} after {seconds:,.0f} s of training"
             if steps:
                 rate = learner.meter.text()
                 text += (f", {rate} while stepping" if rate else "") + (
