@@ -147,9 +147,10 @@ def _step_values(
     from gear_offline.distributed.world import resolve_device
     from gear_offline.models.iql import IQL
 
-    model, (column,) = trained.model, trained.window.columns
+    model = trained.model
     _check_kind(isinstance(model, IQL), run)
     trained.check_fits(dataset, run)
+    (column,) = trained.window.columns
     where, steps = resolve_device(device), dataset.spec.steps
     model.to(where)
     made: dict[str, Array] = {n: np.empty(steps, np.float32) for n in (VALUES, ADVANTAGES)}
