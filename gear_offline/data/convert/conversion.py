@@ -55,7 +55,6 @@ from gear_offline.data.dataset.manifest import (
 )
 from gear_offline.data.dataset.scores import known_scores
 from gear_offline.data.sources.base import Source
-from gear_offline.data.sources.combine import pick_episodes
 from gear_offline.data.sources.edit import EpisodeFunction
 from gear_offline.errors import InputError, check_environment_id, given_path
 
@@ -180,16 +179,16 @@ def convert(
     can_reopen = path is not None and isinstance(map, str | None)  # in any process
     _check_options(shard_bytes, block_bytes, workers, usable=can_reopen or not is_parallel)
     if path is None and (rule or ends):
-        remedy = "give rule to from_arrays or open_source"
-        raise InputError("USAGE", "rule and ends come too late for an open source", "", remedy)
+        problem, remedy = "rule and ends come too late", "give rule to from_arrays or open_source"
+        raise InputError("USAGE", f"{problem} for an open source", remedy=remedy)
     edits = Edits.parse(
+        columns,
+        rename,
         rule=rule if ends is None else "|".join(filter(None, [ends, rule])),
-        columns=columns,
-        rename=rename or {},
-        shift=shift or {},
+        shift=tuple((shift or {}).items()),
         function=map,
         where=where,
-        discrete=discrete,
+        discrete=tuple(discrete),
     )
     scores = None if reference is None else known_scores(reference)
     with ExitStack() as stack:
@@ -273,9 +272,7 @@ def _look_back(
     """Add what the written rows tell to a manifest; return it, and lines for the user."""
     dataset, facts = with_shards(folder, manifest), dict(manifest.source.attributes)
     if edits.function is not None:
-        mask = edits.chosen_episodes
-        before = shifted if mask is None else pick_episodes(shifted, mask)
-        facts |= compare_mapped(before, dataset)
+        facts |= compare_mapped(edits.pick_episodes(shifted), dataset)
     # what was written is read faster than what it was made of
     pairs = observation_pairs(shifted)
     is_same = edits.function is None and len(observation_pairs(dataset)) == len(pairs)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -21,12 +22,12 @@ from gear_offline.data.dataset.shard import RESERVED_NAMES
 from gear_offline.data.sources import open_source
 from gear_offline.data.sources.base import Source, SourceInfo
 from gear_offline.data.sources.columns import split_names
-from gear_offline.data.sources.combine import adapt_columns, with_columns
+from gear_offline.data.sources.combine import adapt_columns, pick_episodes, with_columns
 from gear_offline.data.sources.edit import (
     EpisodeFunction,
-    edit_source,
     find_function,
     keep_episodes,
+    map_episodes,
     shift_source,
 )
 from gear_offline.data.sources.flags import PADDED
@@ -38,57 +39,26 @@ MAX_WIDTH = 2 << 20  # numbers a step: the statistics of each take 90 bytes of a
 
 @dataclass(frozen=True, kw_only=True)
 class Edits:
-    """What a conversion makes of its source, in this order; a worker makes the same.
+    """What a conversion makes of its source, in this order; a worker makes the same."""
 
-    Attributes
-    ----------
-    rule
-        Where episodes end; None: as the source says.
-    columns
-        Columns to keep, by their new names; None: all.
-    names
-        Columns that get a name: the new and the old one of each.
-    rename
-        Those of them that were renamed by themselves: the old and the new one.
-    shift
-        Rows that a column is stored too late.
-    function
-        Function of episodes, or its name; None: none.
-    where
-        Expression that chooses episodes; None: all.
-    chosen
-        (E,) bool in bytes, once `where` was calculated: which of the shifted episodes stay.
-    discrete
-        Columns of whole numbers that are stored as int32.
-    options
-        A line of each option that chooses columns or ends, for the manifest.
-    """
-
-    rule: str | None = None
-    columns: tuple[str, ...] | None = None
-    names: tuple[tuple[str, str], ...] = ()
-    rename: tuple[tuple[str, str], ...] = ()
-    shift: tuple[tuple[str, int], ...] = ()
-    function: str | EpisodeFunction | None = None
-    where: str | None = None
-    chosen: bytes | None = None
-    discrete: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
+    rule: str | None = None  # where episodes end; None: as the source says
+    columns: tuple[str, ...] | None = None  # to keep, by their new names; None: all
+    names: tuple[tuple[str, str], ...] = ()  # the new one of columns, and what makes them
+    rename: tuple[tuple[str, str], ...] = ()  # of those renamed by themselves: old, new
+    shift: tuple[tuple[str, int], ...] = ()  # rows that a column is stored too late
+    function: str | EpisodeFunction | None = None  # of episodes, or its name
+    where: str | None = None  # expression that chooses episodes; None: all
+    chosen: bytes | None = None  # (E,) bool, once it was calculated: the shifted ones that stay
+    discrete: tuple[str, ...] = ()  # columns of whole numbers that are stored as int32
+    options: tuple[str, ...] = ()  # a line of each that chooses columns or ends, for the manifest
 
     @classmethod
     def parse(
-        cls,
-        *,
-        rule: str | None,
-        columns: Sequence[str] | None,
-        rename: Mapping[str, str],
-        shift: Mapping[str, int],
-        function: str | EpisodeFunction | None,
-        where: str | None,
-        discrete: Sequence[str],
+        cls, columns: Sequence[str] | None, rename: Mapping[str, str] | None, **others: Any
     ) -> Edits:
-        """Read the options of `convert`."""
-        options = options_text(columns=columns, rule=rule, discrete=discrete)
+        """Read `columns` and `rename` of `convert`; `others` are fields."""
+        chosen = {name: others[name] for name in ("rule", "discrete")}
+        options, rename = tuple(options_text(columns=columns, **chosen)), rename or {}
         columns = columns.split(",") if isinstance(columns, str) else columns
         words = [tuple(map(str.strip, name.partition("="))) for name in columns or ()]
         pairs = [(name.strip(), origin.strip()) for origin, name in rename.items()]
@@ -101,15 +71,11 @@ class Edits:
             problem = f"{', '.join(columns or map('='.join, pairs))} gives a name twice, or none"
             raise InputError("USAGE", problem, remedy="write it like observations=obs,actions=act")
         return cls(
-            rule=rule,
             columns=None if columns is None else tuple(kept_names),
             names=tuple(names.items()),
             rename=tuple(rename.items()),
-            shift=tuple(shift.items()),
-            function=function,
-            where=where,
-            discrete=tuple(discrete),
-            options=tuple(options),
+            options=options,
+            **others,
         )
 
     def open(self, path: str | os.PathLike[str]) -> Source:
@@ -148,15 +114,23 @@ class Edits:
             shifted.warn(*notes)
         return replace(self, chosen=mask.tobytes())
 
-    def edit_episodes(self, shifted: Source) -> Source:
-        """Return the chosen of `shifted` episodes, as the function changes them."""
-        function = None if self.function is None else find_function(self.function)[0]
-        return edit_source(shifted, function, self.chosen_episodes)
-
     @property
     def chosen_episodes(self) -> BoolArray | None:
         """(E,) which of the shifted episodes stay; None: all."""
         return None if self.chosen is None else np.frombuffer(self.chosen, np.bool_)
+
+    def pick_episodes(self, shifted: Source) -> Source:
+        """Return the chosen of `shifted` episodes."""
+        mask = self.chosen_episodes
+        return shifted if mask is None else pick_episodes(shifted, mask)
+
+    def edit_episodes(self, shifted: Source) -> Source:
+        """Return the chosen of `shifted` episodes, as the function changes them."""
+        picked, mask = self.pick_episodes(shifted), self.chosen_episodes
+        if self.function is None or not picked.spec.episodes:
+            return picked
+        numbers = np.arange(picked.spec.episodes) if mask is None else np.flatnonzero(mask)
+        return map_episodes(picked, find_function(self.function)[0], numbers.tolist())
 
     def pick_columns(self, source: Source) -> tuple[ColumnSpec, ...]:
         """Return the columns to keep as they are stored."""

@@ -330,9 +330,8 @@ def open_piece(path: Path, shard: Path, manifest: Manifest) -> Dataset:
         counts = {"episodes": len(rows[lengths]), "steps": len(rows[first])}
         header = encode_header(plan_tensors(manifest.spec.columns, **counts))
     if not header or not content.startswith(header) or not all(counts.values()):
-        problem = (
-            f"its columns are not those of the dataset: {', '.join(map(str, manifest.columns))}"
-        )
+        columns = ", ".join(map(str, manifest.columns))
+        problem = f"its columns are not those of the dataset: {columns}"
         raise InputError("COLUMN", problem, str(path), "append it with go.Appender")
     digests, statistics = {}, {}
     for name, values in rows.items():

@@ -245,19 +245,16 @@ def _check_open(source: object) -> None:
         raise InputError("SOURCE_READ", problem, remedy=f"open it: {remedy}")
 
 
-def with_columns(source: Source, names: Mapping[str, str] | None) -> Source:
+def with_columns(source: Source, names: Mapping[str, str]) -> Source:
     """Return `source` with columns under other names, or several side by side: ``{"x": "a + b"}``.
 
     A name of a group stands for all columns below it.  A column is hidden by one that gets its
     name, which a warning says.  What is usual is made too, where nothing else is asked for.
     """
     usual = source.usual
-    names = {name: usual.get(text, text) for name, text in (names or {}).items()}
-    names |= {
-        name: text
-        for name, text in usual.items()
-        if name.removeprefix("next_") not in names and text not in names.values()
-    }
+    names = {name: usual.get(text, text) for name, text in names.items()}
+    free = [name for name in usual if name.removeprefix("next_") not in names]
+    names |= {name: usual[name] for name in free if usual[name] not in names.values()}
     if not names:
         return source
     origins: dict[str, list[ColumnSpec]] = {}
@@ -267,12 +264,10 @@ def with_columns(source: Source, names: Mapping[str, str] | None) -> Source:
     below = tuple(f"{name}/" for name in names)
     kept_columns = [c for c in source.spec if c.name not in moved and not c.name.startswith(below)]
     origins |= {column.name: [column] for column in kept_columns}
-    kinds = {
-        name: (of[0].dtype, of[0].shape)
-        if len(of) == 1
-        else (np.result_type(*(o.dtype for o in of)), (sum(prod(o.shape) for o in of),))
-        for name, of in origins.items()
-    }
+    kinds = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]()
+    for name, of in origins.items():
+        shape = of[0].shape if len(of) == 1 else (sum(prod(o.shape) for o in of),)
+        kinds[name] = np.result_type(*(o.dtype for o in of)), shape
 
     def read(column: str, start: int, stop: int) -> Array:
         blocks = [source.read(origin.name, start, stop) for origin in origins[column]]
@@ -281,26 +276,19 @@ def with_columns(source: Source, names: Mapping[str, str] | None) -> Source:
         return np.concatenate([block.reshape(stop - start, -1) for block in blocks], axis=1)
 
     facts = source.info.attributes
-    codes = {name: table for name, table in facts.get(CODES, {}).items() if name in origins}
-    codes |= {
-        name: facts[CODES][of[0].name]
-        for name, of in origins.items()
-        if len(of) == 1 and of[0].name in facts.get(CODES, {})
-    }
+    stored, one = facts.get(CODES, {}), {n: of[0].name for n, of in origins.items() if len(of) == 1}
+    codes = {name: stored[origin] for name, origin in one.items() if origin in stored}
     made_of = {name: " + ".join(split_names(text)) for name, text in names.items()}
     made_of = {**facts.get("columns_from", {}), **made_of}
     notes = [n for n in facts.get("warnings", ()) if n.split(" is the column ")[-1] not in moved]
     used = {column.name for columns in origins.values() for column in columns}
     hidden = [column.name for column in source.spec if column.name not in used]
     notes += [f"the stored column {n} is left out: another one gets its name" for n in hidden]
-    return source.derive(
-        [Piece(read=read, steps=source.spec.steps)],
-        kinds,
-        info=source.info.with_facts(
-            columns_from=made_of, warnings=notes, **({CODES: codes} if codes else {})
-        ),
-        preferred={n: min(source.preferred_rows(o.name) for o in of) for n, of in origins.items()},
-    )
+    info = source.info.with_facts(columns_from=made_of, warnings=notes)
+    info = info.with_facts(**{CODES: codes}) if codes else info
+    rows = {n: min(source.preferred_rows(o.name) for o in of) for n, of in origins.items()}
+    whole = Piece(read=read, steps=source.spec.steps)
+    return source.derive([whole], kinds, info=info, preferred=rows)
 
 
 def adapt_columns(source: Source, rule: str | None = None) -> Source:

@@ -28,7 +28,6 @@ from gear_offline.data.dataset.shard import digest
 from gear_offline.data.sources.arrays import SAME, Columns, as_rows
 from gear_offline.data.sources.base import Piece, Source
 from gear_offline.data.sources.columns import common_columns, kinds_of, row_kinds, some_names
-from gear_offline.data.sources.combine import pick_episodes
 from gear_offline.data.sources.flags import FLAGS
 from gear_offline.data.sources.input_files import misfit
 from gear_offline.errors import InputError
@@ -49,19 +48,6 @@ _OPERATIONS |= {ast.Mod: np.mod, ast.USub: np.negative}
 MAPS = Kind(noun="function", group="maps", option="map", code="USAGE", own={})
 
 EpisodeFunction = Callable[[Columns], Mapping[str, Any]]
-
-
-def edit_source(
-    source: Source, function: EpisodeFunction | None, mask: BoolArray | None = None
-) -> Source:
-    """Return the (E,) `kept` episodes of a source, all by default, as `function` changes them."""
-    numbers = np.arange(source.spec.episodes)
-    if mask is not None:
-        numbers = np.flatnonzero(mask)
-        source = pick_episodes(source, numbers)
-    if function is None or not numbers.size:
-        return source
-    return _map_episodes(source, function, numbers.tolist())
 
 
 def shift_source(source: Source, shift: Mapping[str, int]) -> Source:
@@ -118,7 +104,7 @@ def find_function(map: str | EpisodeFunction) -> tuple[EpisodeFunction, str]:
     return function, origin
 
 
-def _map_episodes(source: Source, function: EpisodeFunction, numbers: Sequence[int]) -> Source:
+def map_episodes(source: Source, function: EpisodeFunction, numbers: Sequence[int]) -> Source:
     """Return a source of what `function` makes of its episodes, some at a time; their numbers."""
     offsets = source.episodes.offsets
     changes = row_kinds(_call(function, _read(source, 0, int(offsets[1])), numbers[0]))
@@ -172,9 +158,8 @@ def _call(function: EpisodeFunction, episode: Columns, number: int) -> Columns:
     arrays = {str(name): as_rows(rows, str(name), where) for name, rows in columns.items()}
     for name, rows in arrays.items():
         if rows.shape[:1] != (steps,):
-            problem = (
-                f"the function of map returned shape {rows.shape} of {count_text(steps, 'step')}"
-            )
+            problem = f"the function of map returned shape {rows.shape}"
+            problem += f" of {count_text(steps, 'step')}"
             raise misfit(problem, f"{where}, column {name}", remedy)
         if name in FLAGS and not np.array_equal(rows, episode.get(name, ())):
             problem = f"the function of map makes the flag {name}, which was read before it"

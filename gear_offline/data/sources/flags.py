@@ -67,9 +67,8 @@ def flag_values(
         problem = f"{name} is no flag: it holds {', '.join(f'{v:g}' for v in values[:5])}"
         runs = 1 + np.count_nonzero(rows[1:] != rows[:-1])  # of an id each, or of other values
         other_flags = [flag for flag in flags if MEANING[flag] != MEANING.get(name)]
-        true = max(
-            values, key=lambda value: (abs(value), value)
-        )  # 255 of 0 and 255, -1 of -1 and 0
+        # 255 of 0 and 255, -1 of -1 and 0
+        true = max(values, key=lambda value: (abs(value), value))
         rule = "|".join([f"{name}={true:g}", *other_flags])
         reads = f"--ends ids:{name}" if runs == values.size > 2 else f"--rule '{rule}'"
         remedy = f"{reads} may read it" if flags else remedy

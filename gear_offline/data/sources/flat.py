@@ -54,13 +54,13 @@ def open_table(file: Hdf5File, request: SourceRequest) -> Source:
         request,
         (file.file,),
         file.column,
+        attributes | {n: file.scalar(n) for n in single_values(file.datasets)},
         format="hdf5",
         environment_id=environment if isinstance(environment, str) else None,
         environment_options=options,
         scores=read_scores(attributes, request.uri),
         facts=facts,
         notes=file.warnings,
-        numbers={**attributes, **{n: file.scalar(n) for n in single_values(file.datasets)}},
     )
 
 
@@ -68,11 +68,11 @@ def table_source(
     arrays: Mapping[str, Any],
     request: SourceRequest,
     files: tuple[InputFile, ...],
-    rows: Callable[[Any], Any],
+    rows: Callable[[Any], Any] = lambda array: array,
     numbers: Mapping[str, Any] | None = None,
     **info: Any,
 ) -> Source:
-    """Return a source of `arrays` that `find_columns` takes; `rows` opens one.
+    """Return a source of `arrays` that `find_columns` takes; `rows` opens one that is to be read.
 
     `numbers` are single values beside them, which may tell of a ring.
     """

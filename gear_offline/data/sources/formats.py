@@ -25,34 +25,18 @@ from gear_offline.data.sources.parquet import ARROW, open_parquet
 from gear_offline.data.sources.rules import CONVENTIONS
 from gear_offline.data.sources.zarr import is_store, open_zarr
 
-Ends = Literal["cut", "judged", "stored"]
-
 
 @dataclass(frozen=True)
 class Format:
-    """Files, or folders, of one kind.
+    """Files, or folders, of one kind."""
 
-    Attributes
-    ----------
-    open
-        Reader of one file or folder.
-    layouts
-        By the format that its sources bear, where episodes end: a rule has ``"cut"`` their rows, or
-        the format has ``"stored"`` them apart; ``"judged"`` ones too, whose flags at the last steps
-        tell how they ended.
-    suffixes
-        Of its files.  Without `is_folder`, those of a folder are one dataset.
-    is_folder
-        Tells a folder of this format, before those behind it; None: it has files alone.
-    names
-        How users name it, beside files of these suffixes.
-    """
-
-    open: Callable[[Path, SourceRequest], Source]
-    layouts: Mapping[str, Ends]
-    suffixes: tuple[str, ...] = ()
-    is_folder: Callable[[Path], Any] | None = None
-    names: str = ""
+    open: Callable[[Path, SourceRequest], Source]  # one of them
+    # by the format that its sources bear: a rule has "cut" episodes, or they are "stored" apart, or
+    # "judged" too, by flags at their last steps that tell how they ended
+    layouts: Mapping[str, Literal["cut", "judged", "stored"]]
+    suffixes: tuple[str, ...] = ()  # of files; without `is_folder` a folder of them is one dataset
+    is_folder: Callable[[Path], Any] | None = None  # tells a folder; the first that fits counts
+    names: str = ""  # how users call it, beside files of these suffixes
 
 
 HDF5 = Format(

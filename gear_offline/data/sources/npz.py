@@ -143,14 +143,8 @@ def open_npz(path: Path, request: SourceRequest) -> Source:
     single = {n: members[n] for n in single_values(members) if members[n].dtype.kind in "biuf"}
     values = {name: member.read(0, 1).item() for name, member in single.items()}
     numbers = {name: value for name, value in values.items() if np.isfinite(value)}
-    return table_source(
-        members,
-        request,
-        (file,),
-        lambda rows: rows,
-        numbers,
-        format="ogbench" if ogbench else "npz",
-        rule=request.rule or (ARTIFICIAL if ogbench else None),
-        facts={"attributes": numbers},
-        notes=[OGBENCH] if ogbench and "masks" not in columns and not request.rule else [],
-    )
+    info: dict[str, Any] = {"format": "ogbench" if ogbench else "npz"}
+    info |= {"facts": {"attributes": numbers}, "rule": request.rule or None}
+    if ogbench and not request.rule:
+        info |= {"rule": ARTIFICIAL, "notes": [OGBENCH] * ("masks" not in columns)}
+    return table_source(members, request, (file,), numbers=numbers, **info)

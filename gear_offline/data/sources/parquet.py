@@ -52,7 +52,7 @@ def open_parquet(path: Path, request: SourceRequest) -> Source:
     by_step = _are_steps(types, request)
     arrays = {n: _array(file, n, dtype, by_step) for n, dtype in types.items()}
     if by_step:
-        return table_source(arrays, request, inputs, lambda r: r, where=path, format=f"{form}-rows")
+        return table_source(arrays, request, inputs, where=path, format=f"{form}-rows")
     lists = _Lists(file, path, arrays, request)
     folders = (path.stem, path.parent.name, path.parent.parent.name)  # hopper-medium-v2/train/
     info: dict[str, Any] = {"attributes": {"left_out": lists.left_out}, "files": inputs}

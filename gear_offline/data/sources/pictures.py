@@ -70,10 +70,8 @@ def pixels(frame: Any, path: Path, size: Size = None) -> Array:
     that is not of the `size` of those before.
     """
     if size and (frame.height, frame.width) != size:
-        problem = (
-            f"a frame of {frame.width} x {frame.height} behind others of {size[1]} x {size[0]}"
-        )
-        raise misfit(problem, path, "give all frames one size")
+        problem = f"a frame of {frame.width} x {frame.height} behind others"
+        raise misfit(f"{problem} of {size[1]} x {size[0]}", path, "give all frames one size")
     pixel_format = frame.format
     alpha = any(component.is_alpha for component in pixel_format.components)
     eight = all(component.bits == 8 for component in pixel_format.components)
@@ -97,7 +95,6 @@ def _open_frames(file: Any, path: Path) -> Iterator[Any]:
         stream = opened.streams.video[0]
         if stream.width * stream.height > MAX_PIXELS:
             problem = f"a picture of {stream.width} x {stream.height} pixels"
-            raise InputError(
-                "SOURCE_UNSAFE", problem, str(path), f"at most {MAX_PIXELS:,} are read"
-            )
+            remedy = f"at most {MAX_PIXELS:,} are read"
+            raise InputError("SOURCE_UNSAFE", problem, str(path), remedy)
         yield opened

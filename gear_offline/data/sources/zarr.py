@@ -66,9 +66,8 @@ def open_zarr(path: Path, request: SourceRequest) -> Source:
     short = {n: v for n, v in root_facts.items() if len(str(v)) <= MAX_FACT_CHARS}
     single = ((n, arrays[n]) for n in single_values(arrays) if arrays[n].dtype.kind in "biu")
     numbers = short | {n: array.read().item() for n, array in single}
-    facts: dict[str, Any] = {"where": path, "format": "zarr", "rule": rule}
-    facts["facts"] = {"attributes": numbers}
-    source = table_source(arrays, how, files, lambda rows: rows, numbers, **facts)
+    info: dict[str, Any] = {"where": path, "format": "zarr", "facts": {"attributes": numbers}}
+    source = table_source(arrays, how, files, numbers=numbers, rule=rule, **info)
     source.usual = usual
     empty = [f"{a.missing:,} of {n}" for n, a in arrays.items() if n in source.spec and a.missing]
     finding = f"chunks that are not stored read as the fill value: {', '.join(empty)}"
@@ -94,10 +93,9 @@ def _rows(sizes: Mapping[str, int], group: Any, name: str) -> SimpleNamespace | 
         return SimpleNamespace(shape=None, dtype=None, type_name=str(error), missing=0)
     dtype, shape, rows, missing = np.dtype(array.dtype), array.shards or array.chunks, 1, 0
     if can_be_column(array.shape, dtype):
-        size = prod(shape) * dtype.itemsize
+        size, sides = prod(shape) * dtype.itemsize, (shape, array.chunks)
         grid, inner_grid = (
-            [-(-n // c) for n, c in zip(array.shape, chunk, strict=True)]
-            for chunk in (shape, array.chunks)
+            [-(-n // c) for n, c in zip(array.shape, side, strict=True)] for side in sides
         )
         rows, is_safe = max(READ_BYTES // size, 1) * shape[0], prod(inner_grid) <= MAX_CHUNKS
         most = 2 * size + 4096 + 32 * prod(shape) // prod(array.chunks)  # with an index of parts
@@ -107,19 +105,14 @@ def _rows(sizes: Mapping[str, int], group: Any, name: str) -> SimpleNamespace | 
             missing += stored is None
             largest = max(largest, stored or 0)
         if not is_safe or largest > most or size * max(missing, 1) > MAX_BYTES:
-            problem = (
-                f"an array {array.shape} in {prod(grid):,} chunks {shape}, {missing:,} missing, "
-            )
-            problem += f"at most {largest:,} bytes stored of one,"
+            problem = f"an array {array.shape} in {prod(grid):,} chunks {shape}, {missing:,}"
+            problem += f" missing, at most {largest:,} bytes stored of one,"
             raise InputError("SOURCE_UNSAFE", f"{problem} is not accepted", array.path, SAFE)
     array = type(array).from_dict(array.store_path, bounded)
+    native = dtype.newbyteorder("=")
+    facts = {"shape": array.shape, "dtype": dtype, "type_name": f"type {dtype}", "missing": missing}
     return SimpleNamespace(
-        read=lambda *rows: np.asarray(
-            array[slice(*rows) if rows else ...], dtype.newbyteorder("=")
-        ),
-        shape=array.shape,
-        dtype=dtype,
-        type_name=f"type {dtype}",
-        missing=missing,
+        read=lambda *bounds: np.asarray(array[slice(*bounds) if bounds else ...], native),
         preferred_rows=rows,
+        **facts,
     )
