@@ -20,10 +20,10 @@ import xxhash
 from safetensors.numpy import save
 
 import gear_offline as go
-import gear_offline.data.dataset.dataset
 from gear_offline.artifacts.json_lines import read_records
 from gear_offline.config.recipe import Recipe
 from gear_offline.data.dataset.growing import GrowingDataset
+from gear_offline.data.dataset.shard_file import ShardFile
 from gear_offline.errors import GearError, InputError
 from gear_offline.runs.loop import TrainingInterrupted
 from tests.ranks_support import fork_ranks
@@ -130,14 +130,14 @@ def test_a_grown_dataset_is_the_one_of_all_its_episodes(path: Path, tmp_path: Pa
 def test_rows_on_disk_are_compared_once_and_then_the_new_ones_alone(
     path: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    compared, stream = list[str](), gear_offline.data.dataset.dataset._stream
+    compared, stream = list[str](), ShardFile.stream
 
-    def counted(handle: Any, place: Path, *words: Any) -> Any:
-        if place == path and words[2].name == "observations":  # too wide to be kept in memory
-            compared.append(words[1].name)
-        return stream(handle, place, *words)
+    def counted(shard: ShardFile, tensor: Any, *words: Any) -> Any:
+        if shard.folder == path and tensor.name == "observations":  # too wide to stay in memory
+            compared.append(shard.record.name)
+        return stream(shard, tensor, *words)
 
-    monkeypatch.setattr(gear_offline.data.dataset.dataset, "_stream", counted)
+    monkeypatch.setattr(ShardFile, "stream", counted)
     recipe = recipe_of(path, "loader.placement=disk", "train.checkpoint_every=4")
     assert go.train(recipe, out=tmp_path / "run", callbacks=[Actor(path)], quiet=True).steps == 20
     names = [shard.name for shard in go.open_dataset(path, verify=False).manifest.shards]

@@ -26,32 +26,26 @@ from gear_offline.data.dataset.manifest import (
     MANIFEST_NAME,
     Admission,
     Manifest,
-    ShardRecord,
     read_admissions,
 )
 from gear_offline.data.dataset.schema import EpisodeIndex, TableSpec, parse_episodes
 from gear_offline.data.dataset.scores import ReferenceScores, RewardEdit
 from gear_offline.data.dataset.shard import (
-    DIGEST_CHARS,
-    EPISODE_COLUMNS,
-    BlockDigests,
     TensorLayout,
     byte_view,
     damage_error,
-    encode_header,
     open_member,
     read_exactly,
     stored_form,
 )
+from gear_offline.data.dataset.shard_file import OnProgress, ShardFile
 from gear_offline.data.dataset.statistics import ColumnStatistics, Moments, distribution
 from gear_offline.errors import InputError, given_path
 
-PIECE_BYTES = 1 << 20  # read and digested while it is in the cache
 RUN_BYTES = 16 << 20  # episodes that follow each other are read together up to this
 MAX_THREADS = 8  # that verify shards
 
 Columns = dict[str, Array]
-OnProgress = Callable[[int], None]
 Member = Callable[["Dataset", int], BoolArray]
 
 
@@ -274,7 +268,7 @@ class Dataset:
                 in_view = np.zeros(record.steps, np.bool_)
                 for begin, end in self._file_pieces(*self.first_steps[shard : shard + 2].tolist()):
                     in_view[begin - first : end - first] = True
-            for count in _stream(file, self.path, self.manifest, record, tensor, buffer):
+            for count in self._shard_file(shard, file).stream(tensor, buffer):
                 if self.view:
                     in_chunk, at = in_view[at : at + count], at + count
                 values = buffer[:count].view(spec.dtype).reshape(count, *spec.shape)[in_chunk]
@@ -381,7 +375,7 @@ class Dataset:
 
         def check(shard: int) -> None:
             with open(self.open_shard(shard), "rb") as file:
-                self._compare(shard, file, on_progress)
+                self._shard_file(shard, file).compare(on_progress)
 
         unread = range(self.verified_shards, len(self.manifest.shards))
         with ThreadPoolExecutor(min(MAX_THREADS, usable_cores())) as pool:
@@ -423,18 +417,12 @@ class Dataset:
         with open(open_member(self.path / record.name, size=record.bytes), "rb") as file:
             identity = file_identity(file.fileno())
             if identity != self.identities[shard]:
-                self._compare(shard, file)
+                self._shard_file(shard, file).compare()
                 self.identities[shard] = identity
             return os.dup(file.fileno())
 
-    def _compare(
-        self, shard: int, file: BinaryIO, on_progress: OnProgress = lambda n: None
-    ) -> None:
-        """Compare every block of a shard's file with its digest."""
-        record, buffer = self.manifest.shards[shard], np.empty(PIECE_BYTES, np.uint8)
-        for tensor in self.manifest.tensors(record):
-            for read in _stream(file, self.path, self.manifest, record, tensor, buffer):
-                on_progress(read)
+    def _shard_file(self, shard: int, file: BinaryIO) -> ShardFile:
+        return ShardFile(file, self.path, self.manifest, self.manifest.shards[shard])
 
     def _tensor(self, shard: int, name: str) -> TensorLayout:
         self.spec[name]  # refuses another column
@@ -561,7 +549,7 @@ def with_shards(path: Path, manifest: Manifest, before: Dataset | None = None) -
     for shard in manifest.shards[len(identities) :]:
         with open(open_member(path / shard.name, size=shard.bytes), "rb") as file:
             identities.append(file_identity(file.fileno()))
-            pieces.append(_read_episodes(file, path, manifest, shard))
+            pieces.append(ShardFile(file, path, manifest, shard).read_episodes())
     lengths, returns, *ends = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
     for array in (returns, *ends):
         array.setflags(write=False)
@@ -578,62 +566,3 @@ def with_shards(path: Path, manifest: Manifest, before: Dataset | None = None) -
         identities=identities,
         frozen=before is not None and before.frozen,
     )
-
-
-def _read_episodes(
-    file: BinaryIO, path: Path, manifest: Manifest, shard: ShardRecord
-) -> tuple[Array, ...]:
-    """Check a shard's header and read its `EPISODE_COLUMNS`, compared with their digests."""
-    where, tensors = f"{path}/{shard.name}", manifest.tensors(shard)
-    header = bytearray(shard.header_bytes)
-    read_exactly(file.fileno(), memoryview(header), 0, where=where)
-    if header != encode_header(tensors):
-        raise damage_error("the shard's header is not the one that the manifest implies", where)
-    values: list[Array] = []
-    for column in EPISODE_COLUMNS:
-        tensor = manifest.layouts(shard)[column.name]
-        raw = np.empty(tensor.bytes, np.uint8)
-        for _ in _stream(file, path, manifest, shard, tensor, raw):
-            pass
-        if tensor.dtype == np.bool_ and raw.max() > 1:
-            raise damage_error(f"{column.name} is not 0 or 1 everywhere", where)
-        values.append(raw.view(tensor.dtype))
-    lengths, _, terminated, truncated = values
-    if (terminated & truncated).any():
-        raise damage_error("an episode is both terminated and truncated", where)
-    if (lengths < 1).any() or (lengths > shard.steps).any() or lengths.sum() != shard.steps:
-        raise damage_error(f"lengths do not add up to {shard.steps} steps", where)
-    return tuple(values)
-
-
-def _stream(
-    file: BinaryIO,
-    path: Path,
-    manifest: Manifest,
-    shard: ShardRecord,
-    tensor: TensorLayout,
-    buffer: Array,
-) -> Iterator[int]:
-    """Read a tensor into `buffer`, (n, *stored shape), again and again; yield the rows read.
-
-    Each block is compared with its digest once its last byte was read.
-    """
-    where, digests = f"{path}/{shard.name}", shard.digests[tensor.name]
-    blocks, checked = BlockDigests(manifest.block_bytes), 0
-    row_bytes = buffer[:1].nbytes
-    begin, end = shard.header_bytes + tensor.start, shard.header_bytes + tensor.stop
-    while begin < end:
-        data = byte_view(buffer)[: end - begin]
-        for at in range(0, len(data), PIECE_BYTES):
-            piece = data[at : at + PIECE_BYTES]
-            read_exactly(file.fileno(), piece, begin + at, where=where)
-            blocks.update(piece)
-        begin += len(data)
-        if begin == end:
-            blocks.finish()
-        for block in range(checked, len(blocks.done)):
-            if blocks.done[block] != digests[block * DIGEST_CHARS : (block + 1) * DIGEST_CHARS]:
-                problem = "data do not match their digest"
-                raise damage_error(problem, f"{where}, tensor {tensor.name}, block {block}")
-        checked = len(blocks.done)
-        yield len(data) // row_bytes
