@@ -222,7 +222,7 @@ def choose(
         check_judged(each, dataset, path)
     record = read_steps(dataset, list(columns), sample)
     acted = list[tuple[Array, Array]]()
-    with Progress("acting on the data", total=len(candidates), unit="candidates", quiet=quiet) as bar:
+    with Progress("acting on the data", total=len(candidates), unit="targets", quiet=quiet) as bar:
         for _, each, target in candidates:
             acted.append(act_on_data(each.policy(device=where), record, target or 0.0))
             bar.advance(1)
