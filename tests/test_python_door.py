@@ -146,6 +146,19 @@ def test_an_option_is_given_once(door: Any, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        (["selection.percent=10", "selection=top_percent"], "write selection.strategy=top_percent"),
+        (["model=mlp", "model.hidden_size=8"], "write model.kind=mlp"),
+        (["data.collect=null", "data.collect.steps=5"], "keep one of them"),
+    ],
+)
+def test_a_section_is_not_given_beside_its_options(options: list[str], remedy: str) -> None:
+    with one_error("USAGE", remedy):
+        go.load_recipe("smoke", options)
+
+
+@pytest.mark.parametrize(
     ("option", "argument"),
     [
         ("accept them (--allow-nonfinite)", "accept them (allow_nonfinite=True)"),
