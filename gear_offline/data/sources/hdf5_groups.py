@@ -89,7 +89,7 @@ def open_groups(file: Hdf5File, groups: Mapping[str, Group], request: SourceRequ
     used |= {f"mask/{name}" for name in masks}
     aside = [name for name in file.datasets if name not in used]  # in an order that stays
     left_out = {n: why for _, reasons in episodes.values() for n, why in reasons.items()}
-    facts, environment, reference = _environment(file)
+    facts, known_environment = _environment(file)
     facts["filter_keys"] = sorted(masks)
     empty, is_demos = len(group_names) - len(episodes), all(map(_DEMO.fullmatch, groups))
     is_unclear = is_demos and "dones" in columns and not ("dones" in names.values() or request.rule)
@@ -104,9 +104,8 @@ def open_groups(file: Hdf5File, groups: Mapping[str, Group], request: SourceRequ
             uri=f"{request.uri}#{key}" if key else request.uri,
             format="robomimic" if is_demos else "hdf5-groups",
             rule="demonstrations" if is_demos else "groups",
-            environment_id=environment,
-            reference_name=reference,
             files=(file.file,),
+            **known_environment,
             attributes=facts,
         ),
     )
@@ -206,12 +205,13 @@ def _align_numbers(episodes: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     return lacking
 
 
-def _environment(file: Hdf5File) -> tuple[dict[str, Any], str | None, str | None]:
-    """Return facts, the Gymnasium id and D4RL's dataset that ``env_args`` tells."""
+def _environment(file: Hdf5File) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return facts, and the Gymnasium id and D4RL's dataset that ``env_args`` tells."""
     text = file.attribute("data", "env_args")
     with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
         args = json.loads(str(text))
         name, env_type = str(args["env_name"]), args.get("type")
         gymnasium = env_type == 2 and is_gymnasium_id(name)  # EnvType.GYM_TYPE of robomimic
-        return {"env_args": text}, name if gymnasium else None, dataset_of_file(name)
-    return {}, None, None
+        info = {"environment_id": name if gymnasium else None}
+        return {"env_args": text}, {**info, "reference_name": dataset_of_file(name)}
+    return {}, {}

@@ -101,7 +101,6 @@ def open_minari(path: Path, request: SourceRequest) -> Source:
     uri = request.uri
     if not uri.startswith("minari:") and metadata.get("dataset_id"):
         uri = f"minari:{metadata['dataset_id']}"
-    environment, options = _environment(metadata)
     return Source(
         [Piece(read=partial(reader.read, n), steps=steps) for n, (steps, *_) in episodes],
         columns,
@@ -110,11 +109,10 @@ def open_minari(path: Path, request: SourceRequest) -> Source:
             uri=uri,
             format="minari",
             rule="episodes",
-            environment_id=environment,
-            environment_options=options,
             scores=read_scores(metadata, uri),
             files=files,
             attributes=facts,
+            **_environment(metadata),
         ),
     )
 
@@ -219,8 +217,7 @@ def _decode_infos(values: Any) -> dict[str, Any]:
 @contextmanager
 def _reading(where: Path) -> Iterator[None]:
     """Turn damage into our errors, and show no warnings of the package."""
-    with reading_errors("Minari", where), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with reading_errors("Minari", where), warnings.catch_warnings(action="ignore"):
         yield
 
 
@@ -278,13 +275,13 @@ def _check_room(size: int, where: Path) -> None:
         raise InputError("SOURCE_UNSAFE", problem, str(where), remedy)
 
 
-def _environment(metadata: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """Return the id and the options of the environment to evaluate in; nothing of it is made."""
+def _environment(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return facts of the environment to evaluate in, if it is known; nothing of it is made."""
     for key in ("eval_env_spec", "env_spec"):
         with suppress(KeyError, TypeError, ValueError, AttributeError, RecursionError):
             spec = json.loads(metadata[key], parse_constant=str)
             options = {n: v for n, v in (spec.get("kwargs") or {}).items() if n != "render_mode"}
             more = {n: spec[n] for n in ("max_episode_steps", "additional_wrappers") if spec.get(n)}
             if isinstance(name := spec["id"], str) and name:
-                return name, options | more
-    return None, {}
+                return {"environment_id": name, "environment_options": options | more}
+    return {}
