@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ import numpy as np
 from gear_offline.data.dataset.manifest import is_dataset
 from gear_offline.data.sources.base import Source, SourceRequest
 from gear_offline.data.sources.combine import open_shards, with_columns
+from gear_offline.data.sources.d4rl import find_or_download
 from gear_offline.data.sources.dqn_replay import open_dqn_replay, replay_folder
 from gear_offline.data.sources.episode_ends import judge_ends
 from gear_offline.data.sources.flags import LIMIT, MEANING, find_flags, true_rows
@@ -19,7 +20,7 @@ from gear_offline.data.sources.hdf5 import SUFFIXES
 from gear_offline.data.sources.hdf5_groups import open_hdf5
 from gear_offline.data.sources.input_files import misfit, reading_errors
 from gear_offline.data.sources.lerobot import is_lerobot, open_lerobot
-from gear_offline.data.sources.minari import data_directory, open_minari
+from gear_offline.data.sources.minari import data_directory, find_directory, open_minari
 from gear_offline.data.sources.npz import open_npz
 from gear_offline.data.sources.parquet import ARROW, open_parquet
 from gear_offline.data.sources.rules import CONVENTIONS
@@ -37,6 +38,8 @@ class Format:
     suffixes: tuple[str, ...] = ()  # of files; without `is_folder` a folder of them is one dataset
     is_folder: Callable[[Path], Any] | None = None  # tells a folder; the first that fits counts
     names: str = ""  # how users call it, beside files of these suffixes
+    # by the word before a colon, what finds the file or folder that is named behind it
+    schemes: Mapping[str, Callable[[str], Path]] = field(default_factory=dict)
 
 
 HDF5 = Format(
@@ -44,6 +47,7 @@ HDF5 = Format(
     {"d4rl": "cut", "hdf5": "cut", "hdf5-groups": "judged", "robomimic": "stored"},
     SUFFIXES,
     names="robomimic:FILE#FILTER_KEY, d4rl:NAME (d4rl:hopper-medium-v2)",
+    schemes={"d4rl": find_or_download, "robomimic": Path},
 )
 MINARI = "minari:ID (minari:mujoco/hopper/medium-v0) or its directory"
 FORMATS = (
@@ -51,12 +55,15 @@ FORMATS = (
     Format(open_npz, {"npz": "cut", "ogbench": "cut"}, (".npz",)),
     Format(open_parquet, {"parquet": "judged", "parquet-rows": "cut"}, (".parquet",)),
     Format(open_parquet, {"arrow": "judged", "arrow-rows": "cut"}, ARROW),
-    Format(open_minari, {"minari": "stored"}, (), data_directory, MINARI),
+    Format(
+        open_minari, {"minari": "stored"}, (), data_directory, MINARI, {"minari": find_directory}
+    ),
     Format(open_shards, {"gear": "stored"}, (), is_dataset, "a directory of GEAR shards"),
     Format(open_dqn_replay, {"dqn-replay": "stored"}, (), replay_folder, "of DQN-Replay's logs"),
     Format(open_lerobot, {"lerobot": "judged"}, (), is_lerobot, "of a LeRobot dataset"),
     Format(open_zarr, {"zarr": "cut"}, (".zip",), is_store, "of a zarr store (or its .zip)"),
 )
+SCHEMES = {scheme: find for form in FORMATS for scheme, find in form.schemes.items()}
 FILE_FORMATS = tuple(form for form in FORMATS if form.is_folder is None)
 
 

@@ -13,19 +13,16 @@ from gear_offline.core.hub import fetch, is_hub
 from gear_offline.data.dataset.scores import dataset_file, dataset_of_file
 from gear_offline.data.sources.base import Source, SourceRequest
 from gear_offline.data.sources.combine import adapt_columns
-from gear_offline.data.sources.d4rl import find_or_download
 from gear_offline.data.sources.folders import open_folder
 from gear_offline.data.sources.formats import (
     FILE_FORMATS,
     HDF5,
+    SCHEMES,
     find_format,
     list_formats,
     open_format,
 )
-from gear_offline.data.sources.minari import find_directory
 from gear_offline.errors import InputError, given_path
-
-SCHEMES = {"d4rl": find_or_download, "minari": find_directory, "robomimic": Path}
 
 
 @check_arguments()
@@ -94,8 +91,9 @@ def find_local_path(source: str) -> Path | None:
     """Return the place of a source on this machine; None where it is not here, or not yet."""
     scheme, name, _ = _split(source)
     with suppress(InputError):
-        path = find_directory(name) if scheme == "minari" else Path(name)
-        return path if scheme != "d4rl" and path.exists() else None
+        # d4rl: might download it
+        path = Path(source) if scheme == "d4rl" else SCHEMES.get(scheme, Path)(name)
+        return path if path.exists() else None
     return None
 
 
