@@ -110,7 +110,7 @@ class MappedModels(Stack):
                 module._parameters[name] = self._join([one._parameters[name] for one in each])
 
     def losses(self, batch: Any) -> Tensor:
-        leaves = list[Tensor]()
+        leaves: list[Tensor] = []  # a name that torch.compile knows
         batch.map(lambda tensor: leaves.append(tensor) or tensor)  # type: ignore[func-returns-value]
         cut = [tensor.unflatten(0, (self.count, -1)) for tensor in leaves]  # type: ignore[no-untyped-call]
 

@@ -233,6 +233,7 @@ def test_stacked_runs_are_those_that_are_alone(
         ("model.kind=mlp", "model.dropout=0", "model.history=2"),
         ("model.kind=iql",),
         ("model.kind=iql", "model.policy=deterministic", "optimizer.clip_norm=0.5"),
+        gpu("model.kind=iql"),
     ],
 )
 def test_other_models_are_stacked(
