@@ -178,7 +178,9 @@ def alternate(
             with _turn(call):
                 timed(call)  # caches, lazy buffers, imports
                 few = max(1, int(seconds / 10 / max(timed(call), 1e-6)))
-                calls[name] = max(1, int(seconds / max(timed(call, min(few, 1000)), 1e-6)))
+                least = len(call.processes) if isinstance(call, Served) else 0  # an answer each
+                count = int(seconds / max(timed(call, min(few, 1000)), 1e-6))
+                calls[name] = max(1, least, count)
         with Progress(label, total=turns * len(candidates), unit="turns") as progress:
             for _ in range(turns):
                 for name, call in candidates.items():
