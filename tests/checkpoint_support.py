@@ -61,6 +61,7 @@ class StandIn(SimpleNamespace):
             model=model,
             device=next(model.parameters()).device,
             loader=loader,
+            optimizer=SimpleNamespace(describe=list),
             parallel=SimpleNamespace(sharded=False),
             tensors=lambda: dict(training),
         )
