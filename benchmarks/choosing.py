@@ -184,9 +184,9 @@ def plot(results: list[dict[str, Any]]) -> Figure:
             rows = [row for row in each["rows"] if (row["outside"] > MOST_OUTSIDE) == is_left]
             points = [(row["return"], row["estimate"]) for row in rows]
             label = "leaves the data" if is_left else "is judged"
-            for number, (x, y) in enumerate(points):
-                note = plots.label(label) if number == 0 else None
-                axes.plot([x], [y], "o", color=color, markersize=5, label=note)
+            if points:
+                label = plots.label(label)
+                axes.plot(*zip(*points, strict=True), "o", color=color, markersize=5, label=label)
         axes.set_title(f"{each['data']}: rank correlation {each['rank_correlation']:.2f}")
         plots.dress(axes, x="true return", y="estimate" if axes is panels[0] else "")
         plots.thousands(axes.xaxis)

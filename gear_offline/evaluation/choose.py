@@ -53,6 +53,7 @@ MOST_MISSED = 0.15  # error on the data's own mean return, in ranges of their re
 # policies of Hopper whose returns are known were told apart wrongly
 ERROR = 0.15
 LEVEL = 0.05  # of significance
+MOST_NAMED = 4  # policies in a sentence
 HEADINGS = ("policy", "estimate", "95 % interval", "critics", "outside", "error", "validation")
 
 
@@ -617,8 +618,12 @@ def _answer(rows: Sequence[JudgedPolicy], bias: float, spread: float) -> tuple[s
         loser = "the others" if len(rows) > 2 else others[0].label
         return f"{first.label} is better than {loser} ({_p_text(p)}){left}", [first.label]
     names = [first.label, *(row.label for row in close)]
+    highest = f"the highest estimate is that of {first.label}"
     if len(close) == len(others) and len(names) > 2:
-        return f"{unknown} the intervals of all overlap{left}", []
+        return f"{unknown} the intervals of all overlap; {highest}{left}", []
+    if len(names) > MOST_NAMED:
+        count = f"{len(names)} of {len(rows)} policies cannot be told apart"
+        return f"{count}; {highest}{left}", names
     return f"{', '.join(names[:-1])} or {names[-1]}{left}", names
 
 
