@@ -150,7 +150,7 @@ def test_an_option_is_given_once(door: Any, options: dict[str, Any]) -> None:
     [
         (["selection.percent=10", "selection=top_percent"], "write selection.strategy=top_percent"),
         (["model=mlp", "model.hidden_size=8"], "write model.kind=mlp"),
-        (["data.collect=null", "data.collect.steps=5"], "keep one of them"),
+        (["data.collect=5", "data.collect.steps=5"], "keep one of them"),
     ],
 )
 def test_a_section_is_not_given_beside_its_options(options: list[str], remedy: str) -> None:

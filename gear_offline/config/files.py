@@ -202,7 +202,7 @@ def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         values[option] = value
     for option, value in values.items():
         below = [name for name in values if name.startswith(f"{option}.")]
-        if below and not isinstance(value, Mapping):  # it would be no section any more
+        if below and not isinstance(value, Mapping | None):  # null: without that section
             selector = OWN_OPTIONS.get(option)
             remedy = f"write {option}.{selector}={value}" if selector else "keep one of them"
             problem = f"{option}={value} and {below[0]} exclude each other"
