@@ -71,6 +71,9 @@ def test_values_are_those_that_a_formula_gives(tmp_path: Path, runs: dict[str, P
     assert choice.data_best == pytest.approx(returns.max(), rel=1e-5)
     assert choice.plot is not None and choice.plot.is_file()
     assert choice.answer in str(choice)
+    assert choice.among("poor").best == () and choice.among(["good", "poor"]).best == ("good",)
+    with one_error("USAGE", "were judged; there are good, poor"):
+        choice.among("best")
 
 
 def test_what_the_data_never_did_is_not_judged(tmp_path: Path, runs: dict[str, Path]) -> None:
@@ -103,6 +106,18 @@ def test_a_run_is_judged_when_it_ends(tmp_path: Path, capsys: Captured) -> None:
     assert f"judged by its data: {answer}" in capsys.readouterr().err
     page = write_report(run.path).read_text()
     assert answer in page and (run.path / "plots" / "choice.png").is_file()
+    again = go.train(run.path, {"evaluate.offline": False}, resume=True, quiet=True)
+    assert again.steps == 3, "an option that a resumed run may change"
+    cuts = ArraySource(
+        {name: np.ones((30, 1), "f4") for name in ("observations", "actions", "rewards")},
+        [1] * 30,
+        terminated=[False] * 30,
+    )
+    convert(cuts, tmp_path / "cuts", quiet=True)
+    cut = options | {"data.path": str(tmp_path / "cuts"), "model.kind": "mlp"}
+    run = go.train("smoke", cut, out=tmp_path / "cut")
+    assert "not judged by its data: " in capsys.readouterr().err
+    assert json.loads((run.path / "summary.json").read_text())["choice"] is None
     bare = tmp_path / "bare"
     bare.mkdir()
     columns = {name: np.ones((40, 1), "f4") for name in ("observations", "actions")}
@@ -186,6 +201,11 @@ def test_the_error_is_of_held_out_episodes(tmp_path: Path, runs: dict[str, Path]
     assert row.action_error == pytest.approx(error, rel=1e-3)
 
 
+def rng_rows(name: str) -> Any:
+    rows = np.random.default_rng(len(name)).uniform(-1, 1, size=(30, 1)).astype(np.float32)
+    return rows[:, 0] if name == "rewards" else rows
+
+
 def edited(path: Path, **changes: Any) -> Path:
     """Copy data whose columns are changed: by name a function of the rows."""
     path.mkdir()
@@ -220,6 +240,18 @@ def test_returns_that_do_not_differ_and_a_run_twice(tmp_path: Path, runs: dict[s
     )
     with one_error("COLUMN", "rewards is not finite at step 7 of episode 2"):
         go.choose(list(runs.values()), data=gap, **options)
+    with one_error("USAGE", "no policy is given"):
+        go.choose([])
+    with one_error("USAGE", "critics=1 is below 2"):
+        go.choose(list(runs.values()), critics=1)
+    cut = ArraySource(
+        {name: rng_rows(name) for name in ("observations", "actions", "rewards")},
+        [1] * 30,
+        terminated=[True] + [False] * 29,
+    )
+    convert(cut, tmp_path / "cut", quiet=True)
+    choice = go.choose(list(runs.values()), data=tmp_path / "cut", **options)
+    assert len(choice.best) != 1, "one step says what comes after it"
     with one_error("USAGE", "given twice"):
         go.choose([runs["good"], runs["good"].parent / ".." / "runs" / "good"], **options)
 

@@ -16,6 +16,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -107,17 +108,20 @@ class Choice(Printed, Document):
     policies: tuple[JudgedPolicy, ...]  # the best estimate first
     plot: Path | None = None
 
-    def among(self, labels: Sequence[str]) -> Choice:
+    def among(self, labels: Sequence[str] | str) -> Choice:
         """Return the answer about some of the policies; nothing is fitted again."""
+        labels = [labels] if isinstance(labels, str) else labels
         rows = [row for row in self.policies if row.label in labels]
         if not rows or {*labels} - {row.label for row in rows}:
+            problem = f"not all of {[*labels]} were judged"
             remedy = f"there are {', '.join(row.label for row in self.policies)}"
-            raise InputError("USAGE", f"not all of {', '.join(labels)} were judged", remedy=remedy)
-        best = np.array(rows[0].critics if len(rows) > 1 else self.data_critics)
-        error = ERROR * (self.data_best - self.data_worst)
-        rows = [replace(row, p=_p_value(best - np.array(row.critics), error)) for row in rows]
-        bias = abs(float(np.mean(self.data_critics)) - self.data_mean)
-        answer, chosen = _answer(rows, bias, self.data_best - self.data_worst)
+            raise InputError("USAGE", problem, remedy=remedy)
+        data, best = np.array(self.data_critics), np.array(rows[0].critics)
+        spread = self.data_best - self.data_worst
+        rivals = data if len(rows) == 1 else best
+        rows = [replace(r, p=_p_value(rivals - np.array(r.critics), ERROR * spread)) for r in rows]
+        bias = abs(float(data.mean()) - self.data_mean)
+        answer, chosen = _answer(rows, bias, spread, _p_value(data - best, ERROR * spread))
         return replace(self, answer=answer, best=tuple(chosen), policies=tuple(rows), plot=None)
 
     def print(self, *, console: Terminal | None = None) -> None:
@@ -194,7 +198,7 @@ def choose(
     InputError
         ``RUN_NOT_FOUND``; ``USAGE`` for a policy and target given twice;
         ``MODEL`` for policies of frames, goals or several tasks, or of other data; ``COLUMN`` for
-        data without rewards, with NaN, or of one episode.
+        data without rewards, with NaN, or of cut episodes of one step.
 
     Examples
     --------
@@ -211,9 +215,14 @@ def choose(
         raise InputError("USAGE", "a picture of this format is not made", str(plot), remedy)
     if plot is not None:
         check_new_file(plot, overwrite=overwrite)
+    for name, number, least in (("critics", critics, 2), ("steps", steps, 1)):
+        if number < least:
+            raise InputError("USAGE", f"{name}={number} is below {least}", remedy="give more")
     where = resolve_device(device)
     listed = [policies] if isinstance(policies, (str, os.PathLike)) else policies
     paths = [given_path(each, "RUN_NOT_FOUND", where="run") for each in listed]
+    if not paths:
+        raise InputError("USAGE", "no policy is given", remedy="name one run or more")
     trained = {path: find_trained(path, checkpoint, model=model) for path in paths}
     candidates = _candidates(paths, trained, None if targets is None else asked_returns(targets))
     dataset = data if isinstance(data, Dataset) else _open_data(data, *next(iter(trained.items())))
@@ -233,6 +242,10 @@ def choose(
     choices = max(each.model.facts.action_dim for each in trained.values())
     encode = _encoder(record.actions, choices if discrete else None)
     transitions = _transitions(record, encode, gamma)
+    if not transitions.known.any():
+        problem = "nothing is known of what comes after any step: episodes of one step, all cut"
+        remedy = "critics need longer episodes, or ends that are terminations (convert --rule)"
+        raise InputError("COLUMN", problem, str(dataset.path), remedy)
     ends = record.offsets[1:] - 1
     data_next = np.roll(transitions.actions, -1, axis=0)  # what the data do next
     data_next[ends] = transitions.actions[ends]
@@ -387,13 +400,14 @@ def _candidates(
     listed = [
         (path, trained[path], t) for path in paths for t in _targets(trained[path], asked, path)
     ]
-    seen = set[tuple[Path, float | None]]()
-    for path, _, target in listed:
-        if (path.resolve(), target) in seen:
+    seen = set[Any]()
+    for path, each, target in listed:
+        candidate = (each.run or path).resolve(), each.facts.step, target
+        if candidate in seen:
             of = "" if target is None else f", asked for {short(target)},"
             remedy = "name each policy and each target once"
             raise InputError("USAGE", f"it{of} is given twice", str(path), remedy)
-        seen.add((path.resolve(), target))
+        seen.add(candidate)
     return listed
 
 
@@ -575,10 +589,10 @@ def _validation_loss(trained: TrainedModel) -> float | None:
 
 def _labels(candidates: Sequence[tuple[Path, TrainedModel, float | None]]) -> list[str]:
     """Return the shortest names that differ: of the folder, or its path, and the target."""
-    namings: Any = (lambda path: path.name, str)
-    for name in namings:
+    namings: Any = product((short, repr), (lambda path: path.name, str))
+    for text, name in namings:
         labels = [
-            name(path) if target is None else f"{name(path)} asked {short(target)}"
+            name(path) if target is None else f"{name(path)} asked {text(target)}"
             for path, _, target in candidates
         ]
         if len(set(labels)) == len(labels):
@@ -586,10 +600,13 @@ def _labels(candidates: Sequence[tuple[Path, TrainedModel, float | None]]) -> li
     return labels
 
 
-def _answer(rows: Sequence[JudgedPolicy], bias: float, spread: float) -> tuple[str, list[str]]:
+def _answer(
+    rows: Sequence[JudgedPolicy], bias: float, spread: float, data_p: float
+) -> tuple[str, list[str]]:
     """Return the answer in a sentence, and the policies that it names.
 
-    `bias` is the critics' error on the data's own mean return, `spread` the range of these.
+    `bias` is the critics' error on the data's own mean return, `spread` the range of these;
+    `data_p` that the data did no better than the first policy.
     """
     unknown = "cannot be told from these data, because"
     judged = [row for row in rows if not row.leaves]
@@ -605,8 +622,10 @@ def _answer(rows: Sequence[JudgedPolicy], bias: float, spread: float) -> tuple[s
     if len(judged) < min(2, len(rows)) or rows[0].leaves:
         return f"{unknown} policies do what similar states of the data never did: {shares}", []
     first, *others = judged
+    if others and data_p < LEVEL:
+        left += f"; but what the data did is better ({_p_text(data_p)})"
     if not others:
-        for p, word in ((1 - first.p, "better"), (first.p, "worse")):
+        for p, word in ((1 - data_p, "better"), (data_p, "worse")):
             if p < LEVEL:
                 text = f"{first.label} is {word} than what the data did ({_p_text(p)})"
                 return text, [first.label] if word == "better" else []

@@ -121,10 +121,15 @@ def _values(weights: list[Tensor], inputs: Tensor) -> Tensor:
 
 
 def _bootstrap_rows(data: Transitions, critics: int, seed: int) -> list[Int64Array]:
-    """Return the rows of each critic: those of episodes that were drawn with replacement."""
+    """Return the rows of each critic: those of episodes that were drawn with replacement.
+
+    An episode without a known step is not drawn.
+    """
     generator, count = np.random.default_rng(seed), int(data.episodes[-1]) + 1
+    taught = np.unique(data.episodes[data.known])
     samples = list[Int64Array]()
     for _ in range(critics):
-        times = np.bincount(generator.integers(count, size=count), minlength=count)
+        drawn = taught[generator.integers(len(taught), size=len(taught))]
+        times = np.bincount(drawn, minlength=count)
         samples.append(np.repeat(np.arange(len(data.known)), times[data.episodes] * data.known))
     return samples

@@ -23,7 +23,7 @@ RESUMABLE = (
     *(f"train.{n}" for n in ("steps", "device", "graph", "parallel", "reshard", "accumulate")),
     *(f"train.{n}" for n in ("recompute", "threads", "timeout", "checkpoint_every")),
     *(f"train.{n}" for n in ("keep_checkpoints", "best", "trackers", "callbacks", "project")),
-    *(f"evaluate.{n}" for n in ("background", "device", "workers")),
+    *(f"evaluate.{n}" for n in ("background", "device", "workers", "offline")),
 )
 
 

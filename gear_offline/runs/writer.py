@@ -17,7 +17,6 @@ from gear_offline.core.files import Closing, write_file
 from gear_offline.core.progress import Progress
 from gear_offline.core.system import versions
 from gear_offline.core.text import count_text, finite, say
-from gear_offline.errors import GearError
 from gear_offline.evaluation.choose import choose
 from gear_offline.runs.callbacks import Callbacks
 from gear_offline.runs.evaluations import RunEvaluations
@@ -142,12 +141,14 @@ class RunWriter(Closing):
         steps = learner.step - self._first_step
         played = len(self._evaluations.log.reports) > self._played_before
         is_new = steps or played or before is None or before.steps != learner.step
+        judges = self._recipe.evaluate.offline and not (before and before.choice)
+        is_new = is_new or judges
         if is_new:  # else its figures are of the process that did the steps
             summary, file = self._summary(), self._path / "summary.json"
             if not steps and before is not None and before.steps == learner.step:
                 earlier = json.loads(file.read_bytes())
                 summary |= {n: earlier[n] for n in (*SPEEDS, JUDGED) if n in earlier}
-            elif self._recipe.evaluate.offline:
+            if self._recipe.evaluate.offline and summary.get(JUDGED) is None:
                 summary[JUDGED] = self._judge()
             content = json.dumps(finite(summary), indent=2, allow_nan=False) + "\n"
             write_file(file, content.encode())
@@ -181,7 +182,7 @@ class RunWriter(Closing):
         device = str(self._learner.device)
         try:
             choice = choose(self._path, device=device, out=plot, overwrite=True, quiet=self._quiet)
-        except GearError as error:  # the run is complete all the same
+        except Exception as error:  # the run is complete all the same
             say(f"{self._recipe.name}: not judged by its data: {error}")
             return None
         say(f"{self._recipe.name}: judged by its data: {choice.answer}", quiet=self._quiet)
