@@ -15,7 +15,7 @@ Padding = Literal["any", "left", "right"]
 
 
 class TrainingBatch(Protocol):
-    """The inputs of `DecisionTransformer.loss`; `gear_offline.loaders.batch.Batch` fits.
+    """The inputs of `SequenceModel.loss`; `gear_offline.loaders.batch.Batch` fits.
 
     Actions are (B, K, A) floating or (B, K) integer; the mask, (B, K), is non-zero at real steps;
     the inputs are the keyword arguments of the model's forward.

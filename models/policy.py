@@ -1,4 +1,4 @@
-"""Acting with a Decision Transformer: many environments in lock-step, one forward a step.
+"""Act with a model: many environments in lock-step, one forward a step.
 
 Frames are encoded once, when they are seen: what is remembered of a step are its features.
 

@@ -242,6 +242,8 @@ def test_returns_that_do_not_differ_and_a_run_twice(tmp_path: Path, runs: dict[s
         go.choose(list(runs.values()), data=gap, **options)
     with one_error("USAGE", "no policy is given"):
         go.choose([])
+    with one_error("USAGE", "gamma=1.5 is no discount"):
+        go.choose(list(runs.values()), gamma=1.5)
     with one_error("USAGE", "critics=1 is below 2"):
         go.choose(list(runs.values()), critics=1)
     cut = ArraySource(

@@ -88,7 +88,7 @@ class TrainedModel:
         discrete = is_discrete(dataset.spec["actions"])
         problem = ""
         if facts.goals or facts.tasks or any(column.frames for column in facts.columns):
-            problem = "policies of frames, goals or several tasks cannot be judged here"
+            problem = "policies of frames, goals or several tasks are not taken here"
         elif facts.discrete != discrete:
             problem = "the policy's and the data's actions differ: one kind is discrete"
         elif not discrete and facts.action_dim != prod(shapes["actions"]):

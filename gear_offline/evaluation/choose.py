@@ -135,9 +135,9 @@ class Choice(Printed, Document):
         text += f"{self.episodes:,} episodes of {self.data}; their own: mean "
         text += f"{short(self.data_mean)}, best {short(self.data_best)}"
         console.print(text)
-        text = "critics: deviation over episodes that were left out; of the data's own mean they "
-        text += f"say {short(float(np.mean(self.data_critics)))}; outside: share of actions that no"
-        text += " similar state has; error: of actions on the best tenth of the episodes"
+        text = "critics: deviation over bootstrap samples of the episodes; of the data's own mean "
+        text += f"they say {short(float(np.mean(self.data_critics)))}; outside: share of actions "
+        text += "that no similar state has; error: of actions on the best tenth of the episodes"
         console.print(text)
 
 
@@ -215,6 +215,8 @@ def choose(
         raise InputError("USAGE", "a picture of this format is not made", str(plot), remedy)
     if plot is not None:
         check_new_file(plot, overwrite=overwrite)
+    if gamma is not None and not 0 <= gamma <= 1:
+        raise InputError("USAGE", f"gamma={gamma} is no discount", remedy="use 0 to 1, or None")
     for name, number, least in (("critics", critics, 2), ("steps", steps, 1)):
         if number < least:
             raise InputError("USAGE", f"{name}={number} is below {least}", remedy="give more")
@@ -247,7 +249,9 @@ def choose(
         remedy = "critics need longer episodes, or ends that are terminations (convert --rule)"
         raise InputError("COLUMN", problem, str(dataset.path), remedy)
     ends = record.offsets[1:] - 1
-    data_next = np.roll(transitions.actions, -1, axis=0)  # what the data do next
+    data_next = np.roll(
+        transitions.actions, -1, axis=0
+    )  # what the data do next; at an end, which few critics ask for, the same again
     data_next[ends] = transitions.actions[ends]
     following = np.stack([data_next, *(encode(after) for _, after in acted)])
     actions = np.stack([transitions.actions, *(encode(now) for now, _ in acted)])
@@ -639,7 +643,7 @@ def _answer(
     names = [first.label, *(row.label for row in close)]
     highest = f"the highest estimate is that of {first.label}"
     if len(close) == len(others) and len(names) > 2:
-        return f"{unknown} the intervals of all overlap; {highest}{left}", []
+        return f"{unknown} no difference is significant; {highest}{left}", []
     if len(names) > MOST_NAMED:
         count = f"{len(names)} of {len(rows)} policies cannot be told apart"
         return f"{count}; {highest}{left}", names

@@ -1,12 +1,13 @@
 """Fitted Q evaluation: the values of many policies on one dataset, as one stack of critics.
 
 A critic is regressed on ``r + gamma Q(s', policy(s'))`` over the transitions of the data (Le et al.
-2019, arXiv:1903.08738).  All policies' critics are one batched product a layer.  Critic number c of
-every policy begins with the same weights and sees the same bootstrap sample of episodes, so that
-differences between policies are differences of pairs.
+2019, arXiv:1903.08738); the value of the next state is kept within the range of the data's returns.
+All policies' critics are one batched product a layer.  Critic number c of every policy begins with
+the same weights and sees the same bootstrap sample of episodes, so that differences between
+policies are differences of pairs.
 
 Shape legend: P policies, C critics of each, N steps, E episodes, B rows, S state elements, A action
-elements, D = S + A inputs, H width.
+elements, D = S + A inputs.
 """
 
 from __future__ import annotations

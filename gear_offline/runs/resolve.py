@@ -227,7 +227,7 @@ def _targets(
     alike = isclose(returns.max, returns.mean, rel_tol=1e-9)  # of one and the same return
     alike = alike or recipe.model.asks_returns is False
     values = [returns.max] if alike else [returns.max, returns.mean]
-    return values if isfinite(returns.mean) else None  # `_check` tells of rewards that are not
+    return values if isfinite(returns.mean) else None  # `check_fit` tells of rewards that are not
 
 
 def _model_options(

@@ -6,7 +6,7 @@ A reader of a format is a function that returns a `Source`; `uri.open_source` ca
 2. columns: dtype and step shape by the format's own name, which becomes a legal one here;
 3. ends: lengths of the episodes and which terminated, as `split_episodes` finds them from flags;
 4. info: format, rule, files, and ``attributes`` with ``left_out`` and ``warnings``.
-5. It loads no whole file, and drops, reorders or repeats no row.
+It loads no whole file, and drops, reorders or repeats no row.
 
 Shape legend: N rows (steps), E episodes.
 """

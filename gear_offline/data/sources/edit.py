@@ -1,4 +1,4 @@
-"""Edits of an open source: columns that a function makes, episodes that an expression keeps.
+"""Edits of an open source: a function's columns, shifted rows, episodes that an expression keeps.
 
 Shape legend: N rows, E episodes.
 """

@@ -112,9 +112,9 @@ def flat_source(
 ) -> Source:
     """Return a source of columns which a rule, or else the flags among them, cut into episodes.
 
-    Columns are arrays, or have their ``shape``, ``dtype`` and ``read(start, stop)``; `others` have
-    fewer rows, and may tell where episodes start.  A flag stays one under another name.  The rule
-    of a family of D4RL holds for its rows in any format.
+    Columns are arrays, or have their ``shape``, ``dtype`` and ``read(start, stop)``; `mark_columns`
+    have fewer rows, and may tell where episodes start.  A flag stays one under another name.  The
+    rule of a family of D4RL holds for its rows in any format.
     """
     names, rows = names or {}, next(iter(columns.values())).shape[0]
     stored = {**(mark_columns or {}), **columns}
