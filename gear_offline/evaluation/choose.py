@@ -24,6 +24,7 @@ import numpy as np
 
 from gear_offline.artifacts.json_lines import last_record
 from gear_offline.artifacts.trained import TrainedModel, find_trained
+from gear_offline.batches.tables.fields import is_discrete
 from gear_offline.batches.tables.following import next_column
 from gear_offline.batches.tables.joint import TableData
 from gear_offline.batches.tables.returns import sum_returns
@@ -73,7 +74,8 @@ class JudgedPolicy:
     outside: float  # share of its actions that no similar state of the data has
     action_error: float  # on the best tenth of (held-out) episodes; deviations, or share of others
     validation_loss: float | None
-    p: float = 1.0  # that the best is no better than it; of one policy alone, that the data are not
+    # that the best is no better than it, 0.5 of itself; of one alone, that the data are no better
+    p: float = 1.0
 
     @property
     def leaves(self) -> bool:
@@ -240,7 +242,7 @@ def choose(
             bar.advance(1)
     horizon = float(np.clip(np.diff(record.offsets).mean() / 4, SHORTEST, LONGEST))
     gamma = 1 - 1 / horizon if gamma is None else gamma
-    discrete = dataset.spec["actions"].dtype.kind in "iub"
+    discrete = is_discrete(dataset.spec["actions"])
     choices = max(each.model.facts.action_dim for each in trained.values())
     encode = _encoder(record.actions, choices if discrete else None)
     transitions = _transitions(record, encode, gamma)
@@ -249,9 +251,8 @@ def choose(
         remedy = "critics need longer episodes, or ends that are terminations (convert --rule)"
         raise InputError("COLUMN", problem, str(dataset.path), remedy)
     ends = record.offsets[1:] - 1
-    data_next = np.roll(
-        transitions.actions, -1, axis=0
-    )  # what the data do next; at an end, which few critics ask for, the same again
+    # what the data do next; behind a cut it is not known: the same again
+    data_next = np.roll(transitions.actions, -1, axis=0)
     data_next[ends] = transitions.actions[ends]
     following = np.stack([data_next, *(encode(after) for _, after in acted)])
     actions = np.stack([transitions.actions, *(encode(now) for now, _ in acted)])

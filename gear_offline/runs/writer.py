@@ -141,8 +141,7 @@ class RunWriter(Closing):
         steps = learner.step - self._first_step
         played = len(self._evaluations.log.reports) > self._played_before
         is_new = steps or played or before is None or before.steps != learner.step
-        judges = self._recipe.evaluate.offline and not (before and before.choice)
-        is_new = is_new or judges
+        is_new = is_new or (self._recipe.evaluate.offline and not (before and before.choice))
         if is_new:  # else its figures are of the process that did the steps
             summary, file = self._summary(), self._path / "summary.json"
             if not steps and before is not None and before.steps == learner.step:

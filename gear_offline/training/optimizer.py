@@ -202,7 +202,7 @@ def group_parameters(
     Groups are refused (``MODEL``) unless they are as `SequenceModel.parameter_groups` says.
     """
     name, left = type(model).__name__, dict(model.named_parameters())
-    names, found = {id(p): member for member, p in left.items()}, []
+    names, described = {id(p): member for member, p in left.items()}, []
     for number, group in enumerate(groups, start=1):
         where, members = f"group {number} of {name}.parameter_groups()", Parameters()
         for parameter in group["params"]:
@@ -215,15 +215,17 @@ def group_parameters(
             members[member] = left.pop(member)
         options = {option: value for option, value in group.items() if option != "params"}
         try:
-            own = OptimizerSettings.model_validate(settings.model_dump() | options)
+            group_settings = OptimizerSettings.model_validate(settings.model_dump() | options)
         except ValidationError as error:
             problem = "; ".join(problem_text(dict(each)) for each in error.errors())
             remedy = f"a group has params and {', '.join(OptimizerSettings.model_fields)}"
             raise InputError("MODEL", f"{where}: {problem}", name, remedy) from error
-        found.append((members, own))
-    every = [(left, settings), *found]
-    trained = [({n: p for n, p in some.items() if p.requires_grad}, own) for some, own in every]
-    return [(some, own) for some, own in trained if some]
+        described.append((members, group_settings))
+    learnt = [
+        ({name: p for name, p in members.items() if p.requires_grad}, group_settings)
+        for members, group_settings in [(left, settings), *described]
+    ]
+    return [(members, group_settings) for members, group_settings in learnt if members]
 
 
 def _zeros(parameter: nn.Parameter) -> dict[str, Tensor]:
