@@ -35,6 +35,7 @@ from gear_offline.models.base import PlayedWindow, SequenceModel, calling_model,
 from gear_offline.models.encoders import InputColumn
 from gear_offline.models.policy_folder import CARD, PLACE, PolicyFacts, PolicyFile, write_policy
 
+WINDOWS = 1024  # of known episodes that are acted in at once
 Observations = npt.ArrayLike | Mapping[str, npt.ArrayLike]
 
 
@@ -374,6 +375,55 @@ class Policy:
 
         return finish
 
+    @torch_defaults()
+    @torch.inference_mode()
+    def act_in_episodes(
+        self, observations: Observations, actions: Array, targets: Float64Array, starts: Int64Array
+    ) -> Array:
+        """Choose an action at each of N steps of episodes that are there; nothing is remembered.
+
+        A step's window is that of play, had the policy done what the episode did until then.
+
+        Parameters
+        ----------
+        observations
+            (N, S) of one episode after another; no frames.
+        actions, targets
+            (N, A) or (N,) actions done; (N,) remaining targets, as `targets` has them.
+        starts
+            (E,) numbers of the episodes' first steps.
+
+        Returns
+        -------
+        ndarray
+            (N, A) or (N,), as of `act`.
+        """
+        count, length = len(targets), self.context_length
+        steps = np.arange(count) - np.repeat(starts, np.diff([*starts, count]))
+        observed = self._encode_observations(observations, count)
+        states: Any = {
+            name: torch.from_numpy(rows).to(self.device)[:, None] for name, rows in observed.items()
+        }
+        states = states if len(states) > 1 else next(iter(states.values()))
+        numbers = [actions, self.window.returns(targets), np.minimum(steps, self.max_timestep - 1)]
+        with calling_model(self.model, "act()"), evaluation_mode(self.model):
+            columns = [self.model.remember(states)[:, 0]]
+            columns += [
+                torch.from_numpy(each.reshape(count, -1)).to(columns[0]) for each in numbers
+            ]
+            table = torch.cat(columns, 1)
+            table = torch.cat([table, table.new_zeros(1, table.shape[1])])  # of padding
+            back, done = torch.arange(length, device=self.device), self._widths[0]
+            places = torch.from_numpy(steps).to(self.device).clamp(max=length - 1)
+            pieces = list[Array]()
+            for rows in torch.arange(count, device=self.device).split(WINDOWS):
+                place = places[rows]
+                index = (rows - place)[:, None] + back
+                window = table[index.where(back <= place[:, None], count)]
+                window[torch.arange(len(rows)), place, done : done + self._widths[1]] = 0.0
+                pieces.append(np.asarray(self._choose(window, place, 0.0).cpu().numpy()))
+        return np.concatenate(pieces)
+
     def _encode_observations(self, observations: Observations, count: int) -> dict[str, Array]:
         """Return observations as the model takes them: vectors (n, S), or frames (n, *frame)."""
         columns = dict(_leaves(observations)) or {next(iter(self.columns)): observations}
@@ -420,9 +470,12 @@ class Policy:
         now = (features, torch.zeros_like(done), targets, step.clamp(max=self.max_timestep - 1))
         window[index, position] = torch.cat([tensor.float() for tensor in now], dim=1)
         self._memory[rows] = window
-        states, actions, targets, timesteps = (
-            tensor.contiguous()[:, :filled] for tensor in torch.split(window, self._widths, dim=2)
-        )
+        return self._choose(window[:, :filled], position, noise)
+
+    def _choose(self, window: Tensor, position: Tensor, noise: Tensor | float) -> Tensor:
+        """Return the actions (n, A) or (n,) at a place (n,) of remembered steps (n, K, width)."""
+        pieces = torch.split(window, self._widths, dim=2)
+        states, actions, targets, timesteps = (tensor.contiguous() for tensor in pieces)
         if self.discrete:
             actions = actions[..., 0].long()
         timesteps = timesteps[..., 0].long()

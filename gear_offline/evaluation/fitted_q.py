@@ -43,6 +43,8 @@ class Transitions:
 def fit_critics(
     data: Transitions,
     next_actions: Array,
+    states: Array,
+    actions: Array,
     *,
     gamma: float,
     critics: int,
@@ -50,10 +52,11 @@ def fit_critics(
     seed: int,
     device: torch.device,
     on_step: Callable[[], None] = lambda: None,
-) -> Callable[[Array, Array], Array]:
+) -> Array:
     """Fit critics to policies whose actions at the next states are `next_actions` (P, N, A).
 
-    Return a function that gives the values (P, C, n) of states (n, S) and actions (P, n, A).
+    Return the values (2, P, C, n) of `states` (n, S) and `actions` (P, n, A): after two thirds of
+    the steps, and at the end.
     """
     generator = torch.Generator(device).manual_seed(seed)
     count, width = len(next_actions), data.states.shape[1] + data.actions.shape[1]
@@ -71,7 +74,9 @@ def fit_critics(
         weights.append(drawn.repeat(count, 1, 1, 1).requires_grad_())
     slow = [weight.detach().clone() for weight in weights]
     optimizer = torch.optim.Adam(weights, LEARNING_RATE)
-    first = int(CLONED_SHARE * steps)
+    wanted = torch.from_numpy(states).to(device).expand(count, -1, -1)
+    asked = torch.cat([wanted, torch.from_numpy(actions).to(device)], -1)[:, None]
+    first, values = int(CLONED_SHARE * steps), list[Array]()
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(1.0, 2 * (1 - step / steps))
@@ -80,7 +85,7 @@ def fit_critics(
             for each in places
         ]
         batch = torch.stack(drawn_rows)  # (C, B)
-        states, actions = tensors["states"][batch], tensors["actions"][batch]
+        pairs = torch.cat([tensors["states"][batch], tensors["actions"][batch]], -1)
         if step < first:
             target = tensors["returns"][batch].expand(count, -1, -1)
         else:
@@ -90,8 +95,7 @@ def fit_critics(
                 value = (mean + scale * _values(slow, inputs)).clamp(lowest, highest)
                 value = value.where(~tensors["terminated"][batch], 0.0)
                 target = tensors["rewards"][batch] + gamma * value
-        pairs = torch.cat([states, actions], -1).expand(count, -1, -1, -1)
-        error = _values(weights, pairs) - (target - mean) / scale
+        error = _values(weights, pairs.expand(count, -1, -1, -1)) - (target - mean) / scale
         loss = (error**2).mean(-1).sum()
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -100,16 +104,10 @@ def fit_critics(
             for copy, weight in zip(slow, weights, strict=True):
                 copy.lerp_(weight, TARGET_RATE if step >= first else 1.0)
         on_step()
-
-    @torch.no_grad()
-    def values(states: Array, actions: Array) -> Array:
-        wide = torch.from_numpy(states).to(device).expand(count, -1, -1)
-        inputs = torch.cat([wide, torch.from_numpy(actions).to(device)], -1)
-        inputs = inputs[:, None].expand(-1, critics, -1, -1)
-        normal = _values(slow, inputs).cpu().numpy().astype(np.float64)
-        return np.asarray(mean + scale * normal)
-
-    return values
+        if step + 1 in (-(-2 * steps // 3), steps):
+            with torch.no_grad():
+                values.append(mean + scale * _values(slow, asked).cpu().numpy().astype(np.float64))
+    return np.stack([values[0], values[-1]])
 
 
 def _values(weights: list[Tensor], inputs: Tensor) -> Tensor:
