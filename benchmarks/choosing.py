@@ -2,10 +2,10 @@
 
     python -m benchmarks.choosing data/Hopper data/HalfCheetah --out choosing
 
-Each dataset, of an environment that can be played, teaches twenty policies: two models, five
-strategies, two lengths of training.  Each is played, for its true return, and judged from the data
-alone.  It writes OUT.json and OUT.png, and prints the table of a page.  Runs that are in OUT
-already are not trained again.
+Each dataset, of an environment that can be played, teaches policies: two models, ten strategies,
+two lengths of training, some seeds, as stacks where there is a GPU.  Each is played, for its true
+return, and judged from the data alone.  It writes OUT.json and OUT.png, and prints the table of a
+page.  Runs that are in OUT already are not trained again.
 
 Regret is the true return of the best policy of a set less that of the one that is chosen, in
 ranges of the true returns.  A sure answer, one policy, is wrong if its regret is above a tenth.
@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -26,101 +27,132 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 import gear_offline as go
-from gear_offline.artifacts.json_lines import last_record
-from gear_offline.artifacts.records import read_evaluations
+from gear_offline.artifacts.json_lines import read_records
 from gear_offline.core import plots
 from gear_offline.core.files import write_file
 from gear_offline.core.system import clean_commit, machine
 from gear_offline.core.text import finite
-from gear_offline.evaluation.choose import MOST_OUTSIDE, Choice
+from gear_offline.evaluation.choice import MOST_OUTSIDE, Choice
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "uniform": {"strategy": "uniform_steps"},
+    "episodes": {"strategy": "uniform_episodes"},
+    "strata": {"strategy": "stratified_return"},
     "best10": {"strategy": "top_percent", "percent": 10},
+    "best25": {"strategy": "top_percent", "percent": 25},
     "best50": {"strategy": "top_percent", "percent": 50},
+    "top5": {"strategy": "top_k", "k": 5},
     "by-return": {"strategy": "return_weighted"},
+    "by-rank": {"strategy": "return_weighted", "rule": "rank"},
     "recent": {"strategy": "recent", "steps": 20_000},
 }
 MODELS: dict[str, dict[str, Any]] = {
     "mlp": {"model.kind": "mlp", "model.hidden_size": 128, "loader.context_length": 1},
-    "dt": {"model.kind": "decoupled", "model.hidden_size": 64, "loader.context_length": 10},
+    "dt": {"model.hidden_size": 64, "loader.context_length": 10},
 }
-LENGTHS = (300, 2000)
 EPISODES, SETS, SIZES = 20, 2000, (2, 6)  # played; sets of policies, and how many are in one
-RIVALS = ("validation loss", "random")  # other ways to choose
+RIVALS = ("validation loss", "training loss", "random")  # other ways to choose
+LOGGED = 5  # last records of the training loss, which count
 ANSWERS = ("sure", "wrong", "several", "unknown")
 WRONG = 0.1  # regret of a sure answer, above which it is wrong
 SEED = 20261129
 
 
 @dataclass(frozen=True)
+class Played:
+    """A policy whose true return is known."""
+
+    setting: str  # which seeds have in common
+    mean_return: float
+    losses: dict[str, float]  # by the name of a rival
+
+
+@dataclass(frozen=True)
 class Judged:
-    """The policies of one dataset: true returns, choice, and losses that could choose."""
+    """The policies of one dataset, and what was said of them."""
 
     name: str
     environment: str
-    returns: dict[str, float]
-    losses: dict[str, float]
+    policies: dict[str, Played]  # by label
+    steps: int  # of the critics
+    seconds: dict[str, float]
     choice: Choice
 
     @property
     def spread(self) -> float:
         """The range of the true returns."""
-        return float(np.ptp([*self.returns.values()]))
+        return float(np.ptp([each.mean_return for each in self.policies.values()]))
 
     def rival(self, name: str, among: list[str]) -> float:
         """Return the regret of another way to choose, at random the mean."""
         if name == "random":
             return float(np.mean([self.regret(label, among) for label in among]))
-        return self.regret(min(among, key=lambda label: self.losses[label]), among)
+        return self.regret(min(among, key=lambda x: self.policies[x].losses[name]), among)
 
     def regret(self, label: str, among: list[str]) -> float:
         """Return how far a policy is behind the best of some."""
-        best = max(self.returns[each] for each in among)
-        return (best - self.returns[label]) / self.spread
+        best = max(self.policies[each].mean_return for each in among)
+        return (best - self.policies[label].mean_return) / self.spread
 
 
-def judge(data: Path, out: Path, *, steps: int) -> Judged:
-    """Train, play and judge the policies of a dataset."""
-    runs, losses, returns = list[go.Run](), dict[str, float](), dict[str, float]()
-    dataset = go.open_dataset(data)
-    for model, strategy, length in product(MODELS, STRATEGIES, LENGTHS):
-        label = f"{model}-{strategy}-{length}"
-        options = MODELS[model] | {f"selection.{k}": v for k, v in STRATEGIES[strategy].items()}
-        options |= {
+def train(data: Path, options: argparse.Namespace) -> dict[Path, Played]:
+    """Train and play the policies of a dataset."""
+    best, played = float(go.open_dataset(data).returns.max()), dict[Path, Played]()
+    for model, length in product(options.models, options.lengths):
+        settings = MODELS[model] | {
             "data.path": str(data), "data.held_out": "10%", "train.steps": length,
             "model.dropout": 0.0, "optimizer.learning_rate": 1e-3, "optimizer.schedule": "cosine",
             "evaluate.episodes": EPISODES, "evaluate.environments": EPISODES,
             "evaluate.background": "off", "train.trackers": [],
+            "selection": [*STRATEGIES.values()],
         }  # fmt: skip
         if model == "dt":
-            options["evaluate.targets"] = [float(dataset.returns.max())]
-        path = out / data.name / label
-        run = go.train("paper", options, out=path, resume=path.exists(), quiet=True)
-        print(f"{label}: done", file=sys.stderr)
-        runs.append(run)
-        returns[label] = read_evaluations(path)[-1].mean_return or np.nan
-        losses[label] = (last_record(path / "metrics.jsonl") or {})["validation/loss"]
-    choice = go.choose(runs, data=data, steps=steps, quiet=False)
-    names = {row.label: Path(row.run).name for row in choice.policies}
-    return Judged(
-        data.name,
-        str(dataset.environment_id),
-        {label: returns[name] for label, name in names.items()},
-        {label: losses[name] for label, name in names.items()},
-        choice,
-    )
+            settings["evaluate.targets"] = [best]
+        out = options.out / data.name / f"{model}-{length}"
+        made = go.sweep("paper", settings, seeds=options.seeds, out=out)
+        names = product(STRATEGIES, range(options.seeds))
+        for (strategy, _), trial in zip(names, made.trials, strict=True):
+            assert trial.last is not None and trial.last.mean_return is not None, trial.problem
+            records = read_records(trial.path / "metrics.jsonl")
+            played[trial.path] = Played(
+                f"{model}-{strategy}-{length}",
+                trial.last.mean_return,
+                {
+                    "validation loss": records[-1]["validation/loss"],
+                    "training loss": float(np.mean([each["loss"] for each in records[-LOGGED:]])),
+                },
+            )
+    return played
+
+
+def judge(data: Path, options: argparse.Namespace) -> Iterator[Judged]:
+    """Train and play the policies of a dataset; judge them, with each number of critics' steps."""
+    began = perf_counter()
+    played = train(data, options)
+    seconds = {"train and play": perf_counter() - began}
+    environment = str(go.open_dataset(data).environment_id)
+    for steps in options.steps:
+        began = perf_counter()
+        choice = go.choose([*played], data=data, steps=steps, quiet=False)
+        policies = {row.label: played[Path(row.run)] for row in choice.policies}
+        seconds |= {"choose": perf_counter() - began}
+        yield Judged(data.name, environment, policies, steps, dict(seconds), choice)
 
 
 def sum_up(judged: Judged) -> dict[str, Any]:
     """Return the worth of the answers, about all policies and about random sets of some."""
-    rows = judged.choice.policies
-    labels = [row.label for row in rows]
-    truth = np.array([judged.returns[label] for label in labels])
+    rows, labels = judged.choice.policies, [row.label for row in judged.choice.policies]
+    policies = [judged.policies[label] for label in labels]
+    truth = np.array([each.mean_return for each in policies])
     estimates = np.array([row.estimate for row in rows])
+    # seeds of one setting are alike: the settings are resampled
+    _, numbers = np.unique([each.setting for each in policies], return_inverse=True)
+    members = [np.flatnonzero(numbers == number) for number in range(numbers.max() + 1)]
     generator = np.random.default_rng(SEED)
-    picks = generator.integers(len(labels), size=(SETS, len(labels)))
-    replicates = [stats.spearmanr(estimates[pick], truth[pick]).statistic for pick in picks]
+    replicates = list[float]()
+    for pick in generator.integers(len(members), size=(SETS, len(members))):
+        drawn = np.concatenate([members[number] for number in pick])
+        replicates.append(stats.spearmanr(estimates[drawn], truth[drawn]).statistic)
     low, high = np.nanquantile(replicates, [0.025, 0.975])
     answers, regrets = list[str](), {name: list[float]() for name in ("choose", *RIVALS)}
     for _ in range(SETS):
@@ -134,40 +166,45 @@ def sum_up(judged: Judged) -> dict[str, Any]:
             answers[-1] = "wrong"
         for name in RIVALS:
             regrets[name].append(judged.rival(name, among))
+    regret_of = {name: judged.rival(name, labels) for name in RIVALS}
     return {
         "data": judged.name,
         "environment": judged.environment,
         "policies": len(labels),
+        "settings": len(members),
+        "steps": judged.steps,
+        "seconds": judged.seconds,
         "returns": [float(truth.min()), float(truth.max())],
         "rank_correlation": float(stats.spearmanr(estimates, truth).statistic),
         "rank_correlation_ci95": [float(low), float(high)],
         "answer": judged.choice.answer,
-        "regret": judged.regret(labels[0], labels),
-        "regret_by_validation_loss": judged.rival("validation loss", labels),
+        "notes": judged.choice.notes,
+        "regret": {"choose": judged.regret(labels[0], labels), **regret_of},
         "of_sets": {
             "answers": {name: answers.count(name) / SETS for name in ANSWERS},
             "regret": {name: float(np.mean(each)) for name, each in regrets.items() if each},
         },
         "rows": [
             {name: getattr(row, name) for name in ("label", "estimate", "low", "high", "outside")}
-            | {"return": judged.returns[row.label], "loss": judged.losses[row.label]}
-            for row in rows
+            | asdict(each)
+            for row, each in zip(rows, policies, strict=True)
         ],
     }
 
 
 def table(results: list[dict[str, Any]]) -> str:
     """Return the table of a page, in Markdown."""
-    heads = ["data", "returns", "rank correlation (95 %)", "regret", "by validation loss"]
+    heads = ["data", "returns", "rank correlation (95 %)"]
+    heads += ["regret", *(f"by {name}" for name in RIVALS)]
     heads += ["sets: sure", "sure and wrong", "several", "cannot tell"]
-    heads += ["regret where it tells", "by validation loss", "at random"]
+    heads += ["regret where it tells", *(f"by {name}" for name in RIVALS)]
     lines = [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
     for each in results:
         (worst, best), (low, high) = each["returns"], each["rank_correlation_ci95"]
         of_sets = each["of_sets"]
         cells = [each["data"], f"{worst:,.0f} to {best:,.0f}"]
         cells.append(f"{each['rank_correlation']:.2f} ({low:.2f} to {high:.2f})")
-        cells += [f"{each[name]:.0%}" for name in ("regret", "regret_by_validation_loss")]
+        cells += [f"{value:.0%}" for value in each["regret"].values()]
         cells += [f"{of_sets['answers'][name]:.1%}" for name in ANSWERS]
         regrets = (of_sets["regret"].get(name) for name in ("choose", *RIVALS))
         cells += ["-" if value is None else f"{value:.0%}" for value in regrets]
@@ -182,7 +219,7 @@ def plot(results: list[dict[str, Any]]) -> Figure:
     for axes, each in zip(panels, results, strict=True):
         for is_left, color in ((False, plots.BLUE), (True, plots.GREY)):
             rows = [row for row in each["rows"] if (row["outside"] > MOST_OUTSIDE) == is_left]
-            points = [(row["return"], row["estimate"]) for row in rows]
+            points = [(row["mean_return"], row["estimate"]) for row in rows]
             label = "leaves the data" if is_left else "is judged"
             if points:
                 label = plots.label(label)
@@ -199,16 +236,22 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("data", nargs="+", type=Path, help="datasets whose environments are here")
     parser.add_argument("--out", type=Path, default=Path("choosing"), help="name without its end")
-    parser.add_argument("--steps", type=int, default=3000, help="of the critics")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[300, 2000], help="in steps")
+    parser.add_argument("--seeds", type=int, default=1, help="of each")
+    parser.add_argument("--steps", nargs="+", type=int, default=[3000], help="of critics")
     options = parser.parse_args()
-    results = [sum_up(judge(data, options.out, steps=options.steps)) for data in options.data]
-    command = f"python -m benchmarks.choosing {' '.join(data.name for data in options.data)}"
+    commit = clean_commit()  # before hours of work
+    results = [sum_up(each) for data in options.data for each in judge(data, options)]
+    words = [*(data.name for data in options.data), "--models", *options.models, "--lengths"]
+    words += [*options.lengths, "--seeds", options.seeds, "--steps", *options.steps]
     document: dict[str, Any] = {
-        "commit": clean_commit(),
+        "commit": commit,
         "benchmark": "choosing",
-        "command": command,
+        "command": f"python -m benchmarks.choosing {' '.join(map(str, words))}",
+        "machine": machine(),
+        "results": results,
     }
-    document |= {"machine": machine(), "results": results}
     text = json.dumps(finite(document), indent=1, allow_nan=False)
     write_file(options.out.with_suffix(".json"), text.encode())
     plots.save_figure(plot(results), options.out.with_suffix(".png"))

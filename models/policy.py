@@ -35,7 +35,7 @@ from gear_offline.models.base import PlayedWindow, SequenceModel, calling_model,
 from gear_offline.models.encoders import InputColumn
 from gear_offline.models.policy_folder import CARD, PLACE, PolicyFacts, PolicyFile, write_policy
 
-WINDOWS = 1024  # of known episodes that are acted in at once
+STEPS_AT_ONCE = 1 << 15  # of windows of episodes that are there
 Observations = npt.ArrayLike | Mapping[str, npt.ArrayLike]
 
 
@@ -408,19 +408,18 @@ class Policy:
         numbers = [actions, self.window.returns(targets), np.minimum(steps, self.max_timestep - 1)]
         with calling_model(self.model, "act()"), evaluation_mode(self.model):
             columns = [self.model.remember(states)[:, 0]]
-            columns += [
-                torch.from_numpy(each.reshape(count, -1)).to(columns[0]) for each in numbers
-            ]
+            columns += [torch.from_numpy(x.reshape(count, -1)).to(columns[0]) for x in numbers]
             table = torch.cat(columns, 1)
             table = torch.cat([table, table.new_zeros(1, table.shape[1])])  # of padding
             back, done = torch.arange(length, device=self.device), self._widths[0]
             places = torch.from_numpy(steps).to(self.device).clamp(max=length - 1)
             pieces = list[Array]()
-            for rows in torch.arange(count, device=self.device).split(WINDOWS):
+            every = torch.arange(count, device=self.device)
+            for rows in every.split(max(1, STEPS_AT_ONCE // length)):
                 place = places[rows]
                 index = (rows - place)[:, None] + back
                 window = table[index.where(back <= place[:, None], count)]
-                window[torch.arange(len(rows)), place, done : done + self._widths[1]] = 0.0
+                window[every[: len(rows)], place, done : done + self._widths[1]] = 0.0
                 pieces.append(np.asarray(self._choose(window, place, 0.0).cpu().numpy()))
         return np.concatenate(pieces)
 
