@@ -17,7 +17,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -242,7 +242,7 @@ def main() -> None:
     parser.add_argument("--steps", nargs="+", type=int, default=[3000], help="of critics")
     options = parser.parse_args()
     commit = clean_commit()  # before hours of work
-    results = [sum_up(each) for data in options.data for each in judge(data, options)]
+    results = list[dict[str, Any]]()
     words = [*(data.name for data in options.data), "--models", *options.models, "--lengths"]
     words += [*options.lengths, "--seeds", options.seeds, "--steps", *options.steps]
     document: dict[str, Any] = {
@@ -252,8 +252,10 @@ def main() -> None:
         "machine": machine(),
         "results": results,
     }
-    text = json.dumps(finite(document), indent=1, allow_nan=False)
-    write_file(options.out.with_suffix(".json"), text.encode())
+    for judged in chain(*(judge(data, options) for data in options.data)):
+        results.append(sum_up(judged))
+        text = json.dumps(finite(document), indent=1, allow_nan=False)
+        write_file(options.out.with_suffix(".json"), text.encode())
     plots.save_figure(plot(results), options.out.with_suffix(".png"))
     print(table(results))
 
