@@ -225,4 +225,4 @@ def _fixed_batch(learner: Learner, step: Step) -> Iterator[Callable[[], object] 
 
 
 def _copy(batch: Batch) -> Batch:
-    return batch.contiguous()._map(lambda tensor: tensor.clone())
+    return batch.contiguous().map(lambda tensor: tensor.clone())
