@@ -78,7 +78,7 @@ def test_steps_of_ranks_that_tell_each_other_losses_are_not_captured(
 def test_frames_are_encoded_at_the_cost_of_the_convolutions() -> None:
     recipe = load_recipe("atari-pong")
     sizes = make_workload(recipe, columns=FRAMES, data_bytes=10**9).sizes
-    _, encoding, _ = model_size(recipe, sizes, 1)
+    _, encoding, *_ = model_size(recipe, sizes, 1)
     # the DQN's three layers and the linear one (Mnih et al. 2015), two operations a product
     products = 20 * 20 * 32 * 8 * 8 * 4 + 9 * 9 * 64 * 4 * 4 * 32 + 7 * 7 * 64 * 3 * 3 * 64
     products += 7 * 7 * 64 * recipe.model.hidden_size
@@ -182,6 +182,24 @@ def test_attention_of_short_windows_costs_the_same_with_dropout() -> None:
     assert long > 1.02 * 43 / 42 * short
 
 
+def test_eight_bits_count_where_training_multiplies_in_them() -> None:
+    sizes = ModelSizes(state_dim=11, action_dim=3, discrete=False)
+    for name, options, gains in (
+        ("dt_1b", (), True),
+        ("dt_1b", ("model.hidden_size=2056", "model.heads=1"), False),  # no multiple of 16
+        ("dt_1b", ("train.accumulate=128",), True),  # 4 windows a pass, 80 steps
+        ("dt_1b", ("train.accumulate=256",), False),  # 40 steps
+        ("iql", (), False),
+    ):
+        recipe = load_recipe(name, ("model.max_timestep=1000", *options))
+        cost, plain = (
+            step_cost(recipe.replace({"train.precision": precision}), sizes, ONE_GPU, segments=512)
+            for precision in ("fp8", "bf16")
+        )
+        assert cost.eight_bits == gains and not plain.eight_bits
+        assert gains or cost == plain
+
+
 # Measured on H200s, 2026-11-21 and 22: recipe, GPUs, changes, ms a step, GB of a GPU (None: not
 # kept).  Under FSDP2 a GPU keeps less for the backward pass than the formula of one GPU says.
 MEASURED = [
@@ -196,6 +214,11 @@ MEASURED = [
     ("dt_87m", 4, ("train.parallel=ddp", "train.graph=off"), 35.31, 9.59),
     ("dt_1b", 4, ("train.parallel=ddp", "train.graph=on"), 379.85, 72.8),
     ("dt_1b", 4, ("train.parallel=fsdp", "train.reshard=off"), 394.33, None),
+    # 8 bits: 2026-11-27 and 29, the smaller ones from the TFLOP/s of docs/benchmarks/log.md
+    ("dt_1b", 1, ("train.precision=fp8",), 266.9, None),
+    ("dt_87m", 1, ("train.precision=fp8",), 31.5, None),
+    ("dt_87m", 1, ("train.precision=fp8", "loader.batch_size=64"), 7.16, None),
+    ("dt_15m", 1, ("train.precision=fp8", "train.compile=on", "loader.batch_size=64"), 2.99, None),
     ("paper", 1, ("train.graph=on", "train.compile=off", "train.precision=bf16"), 1.112, None),
     ("paper", 1, ("train.graph=on", "train.compile=off", "train.precision=fp32"), 1.432, None),
     ("paper", 1, ("train.graph=off", "train.precision=bf16"), 4.218, None),

@@ -185,11 +185,15 @@ def eight_bit_obstacle(recipe: Recipe, device: torch.device, world: World) -> st
     """Return the obstacle to products in 8 bits in the recipe's blocks, as a clause, or None."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return "only GPUs from Hopper (H100) on scale them by rows"
+    return eight_bit_size_obstacle(recipe, recipe.loader.batch_size // world.size)
+
+
+def eight_bit_size_obstacle(recipe: Recipe, segments: int) -> str | None:
+    """Return the obstacle in the recipe's sizes, of a GPU with so many windows of each batch."""
     width = recipe.model.shape[1]
     if width % MULTIPLE:
         return f"model.hidden_size is {width}, no multiple of {MULTIPLE}"
-    share = recipe.loader.batch_size // world.size // recipe.train.accumulate
-    steps = share * recipe.loader.context_length
+    steps = segments // recipe.train.accumulate * recipe.loader.context_length
     if steps % MULTIPLE:
         return f"a pass has {steps} steps, no multiple of {MULTIPLE}"
     return None

@@ -31,13 +31,16 @@ from gear_offline.training.cost import (
 )
 from gear_offline.training.gradients import BLOCKWISE_FROM
 from gear_offline.training.graph import capture_obstacle
-from gear_offline.training.model import recipe_model
+from gear_offline.training.model import eight_bit_size_obstacle, recipe_model
 
 # Kernels outside the blocks, and of one block forward and backward; bytes that everything but
 # matrix products moves, for each token, layer and unit of width.
 FUSED = (45, 33, 128.0)  # compiled, attention of short windows
 COMPILED = (45, 33, 184.0)
 PLAIN = (70, 70, 420.0)
+# What rounding for products in 8 bits adds to a block: kernels, and bytes as above.  Fitted with
+# `matrix_rate_fp8` to dt_1b, dt_87m and dt_15m, of 512 and of 64 windows.
+EIGHT_BITS = (40, 110.0)
 OPTIMIZER_BYTES = 34  # moved for each parameter: weight, gradient, two moments, and clearing
 CAST_BYTES = 53  # moved for each parameter where autocast casts weights, and gradients back
 DRAW_SECONDS = 9e-9  # for each weight of a new model
@@ -56,6 +59,7 @@ class StepCost:
     memory_bytes: float  # weights, gradients, moments, what is kept for the backward pass
     begin_seconds: float  # making the model and compiling it
     compiled: bool
+    eight_bits: bool  # the blocks' linear maps multiply in 8 bits
     captured: bool  # a step is one CUDA graph
     sharded: bool
     reshard: bool  # shards' weights are collected for each pass
@@ -76,13 +80,19 @@ def step_cost(
     fixed, layer, traffic = _kernels(recipe, compiled=compiled, half=half)
     layers, width, of_step = model.shape
     tokens, unit = float(of_step * segments * context), layers * width
-    parameters, encoding, model_flops = model_size(recipe, sizes, segments)
+    parameters, encoding, model_flops, has_maps = model_size(recipe, sizes, segments)
     known_flops = recipe_flops(recipe, segments) or model_flops
     flops = known_flops or 6.0 * parameters * segments * context
     encoding *= 3.0 * segments * context  # forward, and twice as much backward
     narrow = has_half_gradients(recipe, half=half)
     casts = half and not narrow  # autocast keeps a bfloat16 copy of the weights
     products = flops / (gpu.matrix_rate if half else gpu.matrix_rate_fp32)
+    rate = gpu.matrix_rate_fp8 if train.precision == "fp8" and has_maps and layers else None
+    eight_bits = rate is not None and eight_bit_size_obstacle(recipe, segments) is None
+    if rate is not None and eight_bits:
+        of_maps = 72.0 * width * unit * tokens
+        products += of_maps * (1 / rate - 1 / gpu.matrix_rate)
+        layer, traffic = layer + EIGHT_BITS[0], traffic + EIGHT_BITS[1]
     moving = tokens * unit * traffic * (1 if half else 1.5) / gpu.memory_rate
     launched = (fixed + layers * layer) * train.accumulate
     busy = products + moving + encoding / gpu.convolution_rate + launched * gpu.kernel
@@ -112,15 +122,18 @@ def step_cost(
         memory_bytes=peak_bytes,
         begin_seconds=parameters * DRAW_SECONDS + beginning,
         compiled=compiled,
+        eight_bits=eight_bits,
         captured=captured,
         sharded=sharded,
         reshard=reshard,
     )
 
 
-def model_size(recipe: Recipe, sizes: ModelSizes, segments: int) -> tuple[int, float, float | None]:
-    """Return a model's parameters, the FLOPs of encoding one step's frames, forward, and its own
-    of a training step of so many windows."""
+def model_size(
+    recipe: Recipe, sizes: ModelSizes, segments: int
+) -> tuple[int, float, float | None, bool]:
+    """Return a model's parameters, the FLOPs of encoding one step's frames, forward, its own of a
+    training step of so many windows, and whether it has maps that could multiply in 8 bits."""
     recipe = recipe.settle({"model.max_timestep": recipe.model.max_timestep or 1000})
     with weightless():  # no weights are made
         model = recipe_model(recipe, sizes)
@@ -132,7 +145,8 @@ def model_size(recipe: Recipe, sizes: ModelSizes, segments: int) -> tuple[int, f
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             encoder(states if len(columns) > 1 else states[""])
         encoding = float(counter.get_total_flops())
-    return sum(p.numel() for p in model.parameters()), encoding, model.flops(segments)
+    parameters = sum(p.numel() for p in model.parameters())
+    return parameters, encoding, model.flops(segments), model.use_eight_bits() is None
 
 
 def _kernels(recipe: Recipe, *, compiled: bool, half: bool) -> tuple[int, int, float]:

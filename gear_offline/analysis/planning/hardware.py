@@ -23,6 +23,7 @@ class Gpu(_Rates):
     memory: PositiveFloat
     matrix_rate: PositiveFloat
     matrix_rate_fp32: PositiveFloat
+    matrix_rate_fp8: PositiveFloat | None = None  # None: it has no such products
     convolution_rate: PositiveFloat
     memory_rate: PositiveFloat
     kernel: NonNegativeFloat

@@ -245,7 +245,8 @@ def print_plan(document: Mapping[str, Any]) -> None:
         "model": f"{model['parameters']:,} parameters, {flops:,.3g} "
         f"operations a step ({model['tflops_per_second']:.3g} TFLOP/s)"
         + ", guessed: one use of each weight a step of a window" * model["flops_guessed"]
-        + "".join(f", {w}" for w in ("compiled", "captured", "sharded") if model[w]),
+        + "".join(f", {w}" for w in ("compiled", "captured", "sharded") if model[w])
+        + ", in 8 bits" * model["eight_bits"],
         "data on a node": f"{placement['sharding']}: {', '.join(tiers)}",
         "memory of a GPU": size_text(int(placement["gpu_bytes"])),
         "a step": f"{_time(step['seconds'])}, {step['segments_per_second']:,.0f} windows/s",
