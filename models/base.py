@@ -299,6 +299,12 @@ class SequenceModel(nn.Module):
     def bounded(self) -> bool:
         return False
 
+    @property
+    def asks_nothing(self) -> bool:
+        """True of a model of this package that acts without a return, an advantage or a goal."""
+        asks = getattr(getattr(self, "settings", None), "asks_returns", None)
+        return asks is False and self.part[0] in MODELS.own and not self.facts.goals
+
     def flops(self, segments: int) -> float | None:
         """Return the FLOPs of a training step of `segments` windows; None: not known."""
         return None

@@ -415,7 +415,7 @@ class Policy:
             places = torch.from_numpy(steps).to(self.device).clamp(max=length - 1)
             pieces = list[Array]()
             every = torch.arange(count, device=self.device)
-            for rows in every.split(max(1, STEPS_AT_ONCE // length)):
+            for rows in torch.split(every, max(1, STEPS_AT_ONCE // length)):
                 place = places[rows]
                 index = (rows - place)[:, None] + back
                 window = table[index.where(back <= place[:, None], count)]

@@ -200,8 +200,11 @@ def _card(file: PolicyFile, model: SequenceModel) -> bytes:
     names = ("environment", "data", "step", "seed", "context_length", "actions", "action_bounds")
     text = ("{:,.2f}" if file.goals else "{:,.1f}").format
     heading = "task | success" if file.goals else f"asked {file.condition} | achieved"
+    if model.asks_nothing:
+        heading = "asked | achieved"
     rows = [f"| {heading} | 95 % interval | episodes |", "|---:|---:|---:|---:|"]
     targets = told_apart([entry.target for entry in file.achieved])
+    targets = ["nothing"] * len(targets) if model.asks_nothing else targets
     for entry, target in zip(file.achieved, targets, strict=True):
         interval = entry.ci95 if file.goals or entry.episodes >= LEAST else (None, None)
         cells = target, text(entry.mean_return), interval_text(interval, text), str(entry.episodes)
@@ -209,6 +212,7 @@ def _card(file: PolicyFile, model: SequenceModel) -> bytes:
     target_text = told_apart(file.targets[:1] or [0.0])[0].replace(",", "")
     unknown = file.condition.upper()
     target_text = "GOAL" if file.goals else target_text if file.targets else unknown
+    target_text = "0.0" if model.asks_nothing else target_text
     bare = os.path.basename(kind) if ".py:" in kind else kind
     argument = f', model="{bare}"' if is_part(kind) else ""
     note = "  # a class of somebody's own, which is not in the folder" if argument else ""

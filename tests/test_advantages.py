@@ -11,6 +11,7 @@ import torch
 import gear_offline as go
 from gear_offline.cli.main import main
 from gear_offline.models.base import PlayedWindow
+from gear_offline.runs.report import write_report
 from tests.support import Captured, hopper_columns, make_dataset, one_error
 from tests.training_support import ACTION_DIM, ENVIRONMENT, STATE_DIM, register_environment
 
@@ -227,7 +228,41 @@ def test_a_run_says_advantage_where_others_say_return(
         "asked advantage" in (go.export_policy(run.path, tmp_path / "p") / "README.md").read_text()
     )
     choice = go.choose([out], targets=[0.1, 0.9], critics=2, steps=5, device="cpu")
-    assert {row.target for row in choice.policies} == {0.1, 0.9}
+    assert {row.label for row in choice.policies} == {
+        "run asked advantage 0.1",
+        "run asked advantage 0.9",
+    }
+    other = train("smoke", places["data"], tmp_path / "other").path
+    with one_error("USAGE", "some policies are asked for returns and some for advantages"):
+        go.choose([out, other], targets=[0.1], device="cpu")
+    choice = go.choose([out, other], critics=2, steps=200, device="cpu", data=places["data"])
+    assert not any("other data" in note for note in choice.notes), "the same episodes"
+
+
+def test_what_asks_for_nothing_is_asked_for_nothing(
+    tmp_path: Path, places: dict[str, Path], capsys: Captured
+) -> None:
+    run = tmp_path / "run"
+    more = {"model.kind": "mlp", "evaluate.episodes": 2}
+    train("smoke", places["data"], run, **more)
+    report = go.evaluate(run, targets=[3.0, 2.0], episodes=2, device="cpu", quiet=True)
+    report.print()
+    folder = go.export_policy(run, tmp_path / "policy")
+    texts = [capsys.readouterr().out, report.summary()[1], write_report(run).read_text()]
+    texts += [(folder / "README.md").read_text()]
+    assert len(report.targets) == 1 and "asked" not in texts[1] and "| nothing |" in texts[3]
+    assert not any("asked return" in text or "asked 3" in text for text in texts)
+    assert not (run / "plots" / "asked_vs_achieved.png").exists()
+
+
+def test_actors_refuse_what_they_cannot_append(tmp_path: Path, places: dict[str, Path]) -> None:
+    data = go.value(places["data"], tmp_path / "grows", places["critic"], quiet=True)
+    run = train("smoke", data, tmp_path / "run", **{"data.admit_every": 2}).path
+    with one_error("COLUMN", "values and advantages, which no episode that is played has"):
+        go.act(run, episodes=1, quiet=True)
+    asked = train("smoke", places["valued"], tmp_path / "asked", **ASKED).path
+    with one_error("USAGE", "train one that asks for returns"):
+        go.act(asked, episodes=1, quiet=True)
 
 
 def test_what_makes_no_sense_is_refused(

@@ -1,6 +1,7 @@
 """Choosing a policy from data alone."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,10 @@ def test_a_policy_alone_is_compared_with_the_data(tmp_path: Path, runs: dict[str
     assert "better" not in verdicts["poor"]
 
 
-def test_a_run_is_judged_when_it_ends(tmp_path: Path, capsys: Captured) -> None:
+def test_a_run_is_judged_when_it_ends(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gear_offline.runs.writer.choose", partial(go.choose, steps=50))
     options = {
         "data.path": str(guessing(tmp_path, 0.3, 0.9)), "train.steps": 3, "evaluate.episodes": 0,
         "train.device": "cpu", "evaluate.offline": True,
@@ -201,6 +205,22 @@ def test_the_error_is_of_held_out_episodes(tmp_path: Path, runs: dict[str, Path]
     assert row.action_error == pytest.approx(error, rel=1e-3)
 
 
+def test_what_was_learnt_is_known_by_content(tmp_path: Path, runs: dict[str, Path]) -> None:
+    """A run holds out the same episodes of a copy, and of a view of it."""
+    data = guessing(tmp_path, 0.3, 0.9, seed=2)
+    go.convert(data, tmp_path / "copy", quiet=True)
+    options = {"data.path": str(data), "data.held_out": "20%", "train.steps": 2}
+    options |= {"evaluate.episodes": 0, "train.device": "cpu", "model.kind": "mlp"}
+    run = go.train("smoke", options, out=tmp_path / "run", quiet=True)
+    fit: Any = {"steps": 200, "critics": 2, "device": "cpu", "gamma": 0.0}
+    held_out = go.split(data, "20%")[1]
+    places = data, tmp_path / "copy", held_out
+    first, second, third = (go.choose(run.path, data=each, **fit) for each in places)
+    notes = [*first.notes, *second.notes, *third.notes]
+    assert not any("other data" in note or "held out" in note for note in notes)
+    assert first.policies[0].action_error == second.policies[0].action_error
+
+
 def rng_rows(name: str) -> Any:
     rows = np.random.default_rng(len(name)).uniform(-1, 1, size=(30, 1)).astype(np.float32)
     return rows[:, 0] if name == "rewards" else rows
@@ -235,6 +255,9 @@ def test_returns_that_do_not_differ_and_a_run_twice(tmp_path: Path, runs: dict[s
     data = edited(tmp_path / "same", rewards=np.ones_like)
     choice = go.choose(list(runs.values()), data=data, **options)
     assert choice.best == () and "the returns of their episodes do not differ" in choice.answer
+    data = edited(tmp_path / "high", rewards=lambda rows: rows.astype(np.float64) + 1e9)
+    choice = go.choose(list(runs.values()), data=data, **options)
+    assert choice.best == () and "do not differ by more than rounding" in choice.answer
     gap = edited(
         tmp_path / "gap", rewards=lambda rows: np.where(np.arange(len(rows)) == 47, np.nan, rows)
     )
@@ -263,5 +286,5 @@ def test_a_view_is_judged_as_data_are(tmp_path: Path, runs: dict[str, Path]) -> 
     view = go.split(data, "30%")[1]
     choice = go.choose(list(runs.values()), data=view, steps=5, critics=2, device="cpu")
     assert choice.episodes == len(view)
-    assert len(choice.notes) == 2 and "learnt from other data" in choice.notes[0]
-    assert "learnt from other data" in str(choice)
+    assert len(choice.notes) == 3 and "learnt from other data" in choice.notes[0]
+    assert "after 5 steps critics have not come to rest" in str(choice)

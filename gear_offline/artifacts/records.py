@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_serializer
 
 from gear_offline.artifacts.json_lines import read_document, read_lines
-from gear_offline.config.sections import Condition
+from gear_offline.config.sections import Target
 from gear_offline.core.files import write_file
 from gear_offline.core.progress import Printed, Terminal, print_table
 from gear_offline.core.text import LEAST, count_text, interval_text, told_apart
@@ -111,7 +111,7 @@ class TaskResult(_Record):
     episodes: int = 0
     environments: int = 0
     goals: bool = False
-    condition: Condition = "return"  # what the targets are
+    condition: Target = "return"  # what the targets are
     confidence: str = ""
     targets: tuple[TargetResult, ...] = ()  # in the order asked
 
@@ -171,6 +171,8 @@ class TaskResult(_Record):
     @property
     def asked(self) -> list[str]:
         """The targets as text, in their order."""
+        if self.condition == "nothing":
+            return [self.condition] * len(self.targets)
         return told_apart([target.target for target in self.targets])
 
     def print_targets(self, console: Terminal, heading: str) -> None:
@@ -187,6 +189,8 @@ class TaskResult(_Record):
             for target, asked in zip(self.targets, self.asked, strict=True)
         ]
         first = ("task", "success") if self.goals else (f"asked {self.condition}", "achieved")
+        if self.condition == "nothing":
+            first = ("asked", "achieved")
         print_table(console, (*first, *HEADINGS), cells)
         note = self.reference.note if self.reference is not None else ""
         if self.goals:
@@ -269,7 +273,7 @@ class EvaluationReport(Printed, TaskResult):
         text = f"return {self.mean_return:,.4g}{scored}"
         pairs = "; ".join(f"asked {name}, got {t.mean_return:,.4g}" for name, t in targets)
         if len(self.targets) == 1:
-            return text, pairs + scored
+            return text, text if self.condition == "nothing" else pairs + scored
         # not "best return": a reader takes that for the best so far
         return text, f"{pairs}; best of {len(self.targets)} targets: {text}"
 

@@ -99,6 +99,7 @@ Placement = Literal["auto", "hbm", "peer", "host", "disk"]
 Sharding = Literal["auto", "replicate", "shard"]
 Road = Literal["auto", "nccl", "rdma", "gloo"]
 Condition = Literal["return", "advantage"]
+Target = Condition | Literal["nothing"]  # what a policy is asked for; goals are said apart
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
 Range = Annotated[tuple[Count, Count], Field(strict=False)]

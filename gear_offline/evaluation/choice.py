@@ -181,10 +181,8 @@ class Choice(Printed, Document):
         bias = abs(float(np.mean(self.data_critics)) - self.data_mean)
         if not np.isfinite([self.spread, bias, *(row.estimate for row in rows)]).all():
             return "their rewards are too large for the critics' numbers"
-        if not self.spread:
-            return "the returns of their episodes do not differ"
-        if self.spread < LEAST_RANGE * max(abs(self.data_best), abs(self.data_worst)):
-            return "the returns of their episodes differ by less than the critics' numbers can tell"
+        if self.spread <= LEAST_RANGE * max(abs(self.data_best), abs(self.data_worst)):
+            return "the returns of their episodes do not differ by more than rounding"
         if bias > MOST_MISSED * self.spread:
             return f"critics miss the data's own mean return by {short(bias)}"
         if sum(not row.leaves for row in rows) < min(2, len(rows)) or rows[0].leaves:

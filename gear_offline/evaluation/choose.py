@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -31,9 +30,9 @@ from gear_offline.config.arguments import check_arguments
 from gear_offline.config.sections import DataSettings, asked_returns
 from gear_offline.core.files import check_new_file
 from gear_offline.core.progress import Progress
-from gear_offline.core.text import short
+from gear_offline.core.text import count_text, short
 from gear_offline.core.torch_state import torch_threads
-from gear_offline.core.types import BoolArray, Int64Array
+from gear_offline.core.types import BoolArray, Float64Array, Int64Array
 from gear_offline.data.dataset.dataset import Dataset, open_dataset
 from gear_offline.data.dataset.split import HeldOut, digest_episodes
 from gear_offline.distributed.world import resolve_device
@@ -49,9 +48,12 @@ from gear_offline.evaluation.histories import (
     read_steps,
     shares_outside,
 )
-from gear_offline.models.kinds import MODELS
 
 SHORTEST, LONGEST = 5, 100  # steps of the horizon, 1 / (1 - gamma)
+FEWEST = 200  # steps of critics, below which they cannot have come to rest
+# of an estimate in the last third of the steps: in its distance from the data's own, and at least
+# in ranges of the data's returns
+MOVED, LEAST_MOVED = 0.1, 0.01
 
 Candidate = tuple[Path, TrainedModel, float | None]  # with what it is asked for
 
@@ -145,8 +147,8 @@ def choose(
     dataset = data if isinstance(data, Dataset) else _open_data(data, *next(iter(trained.items())))
     for path, each in trained.items():
         check_judged(each, dataset, path)
-    options = {"gamma": gamma, "critics": critics, "steps": steps, "seed": seed, "device": where}
-    choice = _judge(candidates, trained, dataset, **options, quiet=quiet)
+    options: Any = {"gamma": gamma, "critics": critics, "steps": steps, "seed": seed}
+    choice = _judge(candidates, trained, dataset, **options, device=where, quiet=quiet)
     return choice if plot is None else choice.draw(plot)
 
 
@@ -190,9 +192,13 @@ def _judge(
     with Progress("fitting critics", total=steps, quiet=quiet) as bar:
         asked = transitions.states[firsts], actions[:, firsts]
         fit |= {"on_step": partial(bar.advance, 1)}
-        earlier, estimates = fit_critics(transitions, following, *asked, **fit)  # (1 + P, C, E)
+        before, estimates = fit_critics(transitions, following, *asked, **fit)  # (1 + P, C, E)
     returns = transitions.returns[firsts].astype(np.float64)
     unseen, notes = _unseen_episodes(trained, dataset, sample)
+    if moved := _why_unfinished(
+        before.mean((1, 2)), estimates.mean((1, 2)), float(np.ptp(returns)), steps
+    ):
+        notes.append(moved)
     outside = shares_outside(transitions, actions[1:], seed)
     errors = action_errors(transitions, actions[1:], record, unseen, discrete=discrete)
     rows = list[JudgedPolicy]()
@@ -217,7 +223,7 @@ def _judge(
             )
         )
     return Choice(
-        notes=notes,
+        notes=tuple(notes),
         data=str(dataset.path),
         episodes=len(sample),
         steps=int(record.offsets[-1]),
@@ -232,8 +238,13 @@ def _judge(
 
 def _candidates(
     paths: Sequence[Path], trained: dict[Path, TrainedModel], asked: Sequence[float] | None
-) -> list[tuple[Path, TrainedModel, float | None]]:
+) -> list[Candidate]:
     """Return the candidates: each policy with each return that it is asked for."""
+    conditions = {each.window.condition for each in trained.values() if not each.model.asks_nothing}
+    if asked is not None and len(conditions) > 1:
+        problem = "some policies are asked for returns and some for advantages"
+        remedy = "leave targets out, so each is asked for its recipe's; or choose among each kind"
+        raise InputError("USAGE", problem, "targets", remedy)
     listed = [
         (path, trained[path], t) for path in paths for t in _targets(trained[path], asked, path)
     ]
@@ -261,17 +272,20 @@ def _unseen_episodes(
     trained: dict[Path, TrainedModel], dataset: Dataset, sample: Int64Array
 ) -> tuple[BoolArray, list[str]]:
     """Return (E,) which episodes no run learnt from, all if there is none, and what to note."""
-    unseen, notes, learnt = np.ones(len(sample), np.bool_), list[str](), dict[Any, BoolArray]()
+    unseen, notes = np.ones(len(sample), np.bool_), list[str]()
+    learnt = dict[Any, BoolArray | None]()
     for path, each in trained.items():
         rule = each.recipe.data
         if rule.path is None:
             continue
         key = rule.path, rule.held_out, rule.held_out_by
         if key not in learnt:
-            learnt[key] = _learnt_episodes(rule, dataset)[sample]
-        if not learnt[key].any():
+            learnt[key] = _learnt_episodes(rule.path, rule, dataset)
+        episodes = learnt[key]
+        if episodes is None:
             notes.append(f"{path} learnt from other data, {rule.path}")
-        unseen &= ~learnt[key]
+        else:
+            unseen &= ~episodes[sample]
     if not unseen.any():
         unseen[:] = True
         if any(each.recipe.data.held_out is not None for each in trained.values()):
@@ -279,32 +293,34 @@ def _unseen_episodes(
     return unseen, notes
 
 
-def _learnt_episodes(rule: DataSettings, dataset: Dataset) -> BoolArray:
-    """Return which episodes of a dataset a run learnt from, of its own data, by their content."""
-    assert rule.path is not None
-    is_same = dataset.view is None and Path(rule.path).resolve() == dataset.path.resolve()
-    learnt = np.zeros(len(dataset), np.bool_)
-    with suppress(GearError):  # its data may be gone
-        source = dataset if is_same else open_dataset(rule.path)
+def _learnt_episodes(path: str, rule: DataSettings, dataset: Dataset) -> BoolArray | None:
+    """Return which episodes of a dataset a run learnt from, by their content.
+
+    None if its data, at `path`, have none of them, or are gone.
+    """
+    is_same = dataset.view is None and Path(path).resolve() == dataset.path.resolve()
+    try:
+        source = dataset if is_same else open_dataset(path)
         stays = np.ones(len(source), np.bool_)
         if rule.held_out is not None:
             stays = HeldOut(rule.held_out, rule.held_out_by).stays(source, 0)
         if is_same:
             return stays
-        names = [c.name for c in dataset.spec if c.name in ("observations", "actions")]
-        content = {d for d, stay in zip(digest_episodes(source, names), stays, strict=True) if stay}
-        learnt[:] = [each in content for each in digest_episodes(dataset, names)]
-    return learnt
+        names = [c.name for c in dataset.spec if c.name.startswith(("observations", "actions"))]
+        content = dict(zip(digest_episodes(source, names), stays.tolist(), strict=True))
+    except (GearError, KeyError):
+        return None
+    digests = digest_episodes(dataset, names)
+    if not any(digest in content for digest in digests):
+        return None
+    return np.array([content.get(digest, False) for digest in digests])
 
 
 def _targets(
     trained: TrainedModel, asked: Sequence[float] | None, path: Path
 ) -> Sequence[float | None]:
     """Return the returns to ask a policy for; (None,) of one that asks for none."""
-    settings = trained.recipe.model  # of a policy folder that is not known
-    if trained.model.part[0] in MODELS.own:
-        settings = getattr(trained.model, "settings", settings)
-    if settings.asks_returns is False:
+    if trained.model.asks_nothing:
         return (None,)
     targets = trained.recipe.evaluate.targets if asked is None else asked
     if not targets:
@@ -324,6 +340,21 @@ def check_judged(trained: TrainedModel, dataset: TableData, path: Path) -> None:
         raise InputError("COLUMN", problem, str(dataset.path), remedy)
 
 
+def _why_unfinished(before: Float64Array, after: Float64Array, spread: float, steps: int) -> str:
+    """Return a note if critics would say something else after more steps, or an empty text.
+
+    `before` and `after` are estimates (1 + P,) of two thirds and all of the steps, the data's
+    first; `spread` is the range of the data's returns.
+    """
+    gaps = [np.abs(values[1:] - values[0]).max() for values in (after, after - before)]
+    limit = max(MOVED * gaps[0], LEAST_MOVED * spread)
+    if steps >= FEWEST and gaps[1] <= limit:
+        return ""
+    text = f"after {count_text(steps, 'step')} critics have not come to rest: in the last third "
+    text += f"an estimate moved by {short(float(gaps[1]))} against that of the data's own mean"
+    return f"{text}; give more steps"
+
+
 def _validation_loss(trained: TrainedModel) -> float | None:
     if trained.run is None:
         return None
@@ -331,13 +362,16 @@ def _validation_loss(trained: TrainedModel) -> float | None:
     return record.get("validation/loss")
 
 
-def _labels(candidates: Sequence[tuple[Path, TrainedModel, float | None]]) -> list[str]:
+def _labels(candidates: Sequence[Candidate]) -> list[str]:
     """Return the shortest names that differ: of the folder, or its path, and the target."""
     namings: Any = product((short, repr), (lambda path: path.name, str))
+    words = {"return": "asked", "advantage": "asked advantage"}
     for text, name in namings:
         labels = [
-            name(path) if target is None else f"{name(path)} asked {text(target)}"
-            for path, _, target in candidates
+            name(path)
+            if target is None
+            else f"{name(path)} {words[each.window.condition]} {text(target)}"
+            for path, each, target in candidates
         ]
         if len(set(labels)) == len(labels):
             break

@@ -76,9 +76,15 @@ def play_tasks(
 def settle_tasks(
     trained: TrainedModel, tasks: Sequence[EvaluationTask], device: str
 ) -> list[EvaluationTask]:
-    """Give tasks environments for a device, and the returns of the data of a trained model."""
+    """Give tasks environments for a device, and the returns of the data of a trained model.
+
+    A model that asks for nothing is played once, whatever the targets.
+    """
     returns = {t.name: (t.return_worst, t.return_best) for t in trained.model.facts.tasks}
-    return [replace(task, data_returns=returns.get(task.name)).settle(device) for task in tasks]
+    tasks = [replace(task, data_returns=returns.get(task.name)).settle(device) for task in tasks]
+    if trained.model.asks_nothing:
+        tasks = [replace(t, targets=t.targets[:1], condition="nothing") for t in tasks]
+    return tasks
 
 
 def evaluate_tasks(

@@ -12,7 +12,7 @@ import numpy as np
 
 from gear_offline.config.environment_options import typed_options
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.sections import Condition, PlaySettings, asked_returns
+from gear_offline.config.sections import PlaySettings, Target, asked_returns
 from gear_offline.core.files import check_new_file
 from gear_offline.core.parts import admit, is_same, part_name
 from gear_offline.data.dataset.scores import ReferenceScores
@@ -48,7 +48,7 @@ class EvaluationTask:
     reference: Reference | None = None
     # of the worst and the best episode of its data, to normalise by where there is no reference
     data_returns: tuple[float, float] | None = None
-    condition: Condition = "return"  # what targets are
+    condition: Target = "return"  # what targets are
     goals: bool = False  # targets are numbers of tasks, and returns say if their goals are reached
 
     @property

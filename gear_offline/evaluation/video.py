@@ -153,7 +153,9 @@ def _replay(
     for step in range(len(target.actions) + 1):
         if step % every == 0:
             text = f"asked {label}   achieved {total:,.1f}"
-            if task.goals:
+            if task.condition == "nothing":
+                text = f"achieved {total:,.1f}"
+            elif task.goals:
                 text = f"task {label}   step {step:,}"
             yield _frame(environment), text
         if step < len(target.actions):

@@ -208,6 +208,8 @@ def _draw_learning_curve(
     if points:
         goals = any(row.goals for row in evaluations)
         words = ("task", "success") if goals else ("asked", "mean return")
+        if all(row.condition == "nothing" for row in evaluations):
+            words = ("", "mean return")
         left_out = _plot_returns(panels[1], points, *words)
         subtitle += f"; {left_out} more curves of returns left out" if left_out else ""
         best = max(row.mean_return for row in evaluations if row.mean_return is not None)
@@ -237,7 +239,7 @@ def _plot_returns(
         curve, names = list(curves.items())[index]
         steps, means, intervals = zip(*curve, strict=True)
         ends = np.array(intervals, np.float64).T
-        label = plots.label(f"{asked_as} {', '.join(names)}")
+        label = plots.label(f"{asked_as} {', '.join(names)}" if asked_as else axis_name)
         plots.draw_mean(axes, steps, means, ends, color=colour, label=label)
     plots.from_zero(axes)
     plots.dress(axes, y=axis_name)

@@ -329,7 +329,7 @@ def _values(series: str, record: Mapping[str, Any]) -> dict[str, float]:
         for prefix, result in (("", record), *((f"{name}/", task) for name, task in tasks.items())):
             values[f"{prefix}return"] = result.get("return")
             values[f"{prefix}score"] = result.get("normalized_score")
-            targets = result.get("targets", ())
+            targets = () if result.get("condition") == "nothing" else result.get("targets", ())
             names = told_apart([target["target"] for target in targets])
             for target, name in zip(targets, names, strict=True):
                 label = name.replace(",", "")

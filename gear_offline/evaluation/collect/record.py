@@ -22,6 +22,7 @@ from gear_offline.core.draws import Draws
 from gear_offline.core.files import Closing
 from gear_offline.core.types import Array, Float64Array
 from gear_offline.core.workers import Caller, WorkerPool
+from gear_offline.data.sources.flags import TERMINAL_FLAGS, TIME_FLAGS
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import (
     Environment,
@@ -128,6 +129,13 @@ class Episode:
             "timeouts": last & (not self.terminated),
             **{f"infos/{name}": rows for name, rows in self.infos.items()},
         }
+
+
+def is_recorded(column: str) -> bool:
+    """Return true if a played episode has the column, or its end says what is in it."""
+    top, _, rest = column.partition("/")
+    names = ("observations", "next_observations", "actions", "rewards", *TERMINAL_FLAGS)
+    return top in (*names, *TIME_FLAGS) or (top == "infos" and rest in ("qpos", "qvel"))
 
 
 class Player(Closing):
