@@ -93,8 +93,9 @@ class CpuGather:
 
     Rows are of whole episodes, with margins of zeros that a window fits into.  `lengths` (E,) are
     the steps of every episode of the dataset, `first_rows` (E,) the row of each one's first step
-    (any number where the rows are elsewhere).  `padding` is the side of the zeros; with `pin`
-    outputs are page-locked, for asynchronous copies.
+    (any number where the rows are elsewhere).  Windows end with episodes, or `reach` (E,) steps
+    behind an episode's first, where its history does.  `padding` is the side of the zeros; with
+    `pin` outputs are page-locked, for asynchronous copies.
     """
 
     def __init__(
@@ -106,10 +107,11 @@ class CpuGather:
         context_length: int,
         padding: Padding = "right",
         pin: bool = False,
+        reach: Int64Array | None = None,
     ) -> None:
         self.groups, self.context_length, self.padding = tuple(groups), context_length, padding
         history = max((group.history for group in groups), default=0)
-        self.lengths, self._first_rows = lengths, first_rows
+        self.lengths, self._first_rows, self._reach = lengths, first_rows, reach
         self._arena = Arena(pin=pin)
         self._shapes = [
             ((context_length + group.history, group.width), torch_dtype(group.final_dtype))
@@ -127,7 +129,7 @@ class CpuGather:
         """
         shape, span = segments.shape, self.context_length
         episodes, starts = segments.episodes.reshape(-1), segments.starts.reshape(-1)
-        real = real_steps(segments, self.lengths, span)
+        real = real_steps(segments, self.lengths, span, self._reach)
         low = self._first_rows[episodes] + starts  # row of the first real step
         if landing is not None:
             low = np.where(landing.reshape(-1) < 0, low, landing.reshape(-1))
@@ -179,7 +181,9 @@ class CpuGather:
         return positions
 
 
-def real_steps(segments: Segments, lengths: Int64Array, span: int) -> Int64Array:
+def real_steps(
+    segments: Segments, lengths: Int64Array, span: int, reach: Int64Array | None = None
+) -> Int64Array:
     """Return (n,) int64, the steps of each window that exist, at least 1; refuse the unknown."""
     episodes, starts = segments.episodes.reshape(-1), segments.starts.reshape(-1)
     inside = episodes.min(initial=0) >= 0 and episodes.max(initial=0) < len(lengths)
@@ -188,6 +192,8 @@ def real_steps(segments: Segments, lengths: Int64Array, span: int) -> Int64Array
         problem = "a segment begins outside the dataset"
         remedy = f"use episodes below {len(lengths)} and starts below their lengths"
         raise InputError("SELECTION", problem, remedy=remedy)
+    if reach is not None:
+        remaining = reach[episodes] - starts
     real: Int64Array = np.minimum(remaining, span)
     if segments.lengths is not None:
         real = np.minimum(real, np.maximum(segments.lengths.reshape(-1), 1))

@@ -50,6 +50,7 @@ class GpuGather:
     Windows are cut from episodes at `offsets` (E + 1,), B segments a step (`rank_batch`).  The GPU
     draws by `draw`, from all episodes or the first ones, with `seed`, B slots of the global batch
     from `first_slot` on.  Without `draw` the host draws all segments.
+    `reach` is that of `gear_offline.kernels.gather.CpuGather`.
     `reads_host`: some rows lie in host memory.  `reason`: why the rows lie where they do.  `keep`
     owns the memory that addresses point to.
     """
@@ -70,11 +71,13 @@ class GpuGather:
         reads_host: bool = False,
         reason: str = "",
         keep: Any = None,
+        reach: Int64Array | None = None,
     ) -> None:
         self.groups, self.device = tuple(each.group for each in groups), device
         self.placed = tuple(groups)
         self.rank_batch, self.context_length, self.padding = rank_batch, context_length, padding
         self.lengths, self.reads_host, self.reason = np.diff(offsets), reads_host, reason
+        self.reach = reach
         self._keep = [keep]
         self._launches = dict[int, tuple[str, int, int]]()  # by segments
         self.kernels = dict[str, Kernel]()
@@ -96,6 +99,7 @@ class GpuGather:
         for name, value in {
             "seed": seed,
             "offsets": self._arrays.keep(offsets),
+            "reach": 0 if reach is None else self._arrays.keep(reach),
             "episodes": len(self.lengths),
             "rank_batch": rank_batch,
             "first_slot": first_slot,

@@ -43,7 +43,7 @@ class Batch:
     returns_to_go
         ``(B, K, 1)`` float32, own reward included, over the rest of the whole episode.
     timesteps
-        ``(B, K)`` int64, step within the episode.
+        ``(B, K)`` int64, step within the episode, of which a window may have several (`span`).
     attention_mask
         ``(B, K)`` int64, 1 on real steps.
     segments
@@ -131,6 +131,11 @@ class Batch:
         return self.extras.get(GOALS)
 
     @property
+    def episode_starts(self) -> Tensor:
+        """``(B, K)`` bool, true at each step that begins an episode."""
+        return (self.timesteps == 0) & (self.attention_mask == 1)
+
+    @property
     def tasks(self) -> Tensor | None:
         """``(B,)`` int64, the task of each segment; None without tasks.
 
@@ -214,8 +219,9 @@ def split_steps(
     `goals` are windows of one step, of their states.
     """
     fields: dict[str, Any] = {name: [None] * len(windows.segments) for name in _FIELDS}
-    fields |= {name: tensor.unbind(0) for name, tensor in windows.tensors().items()}
     fields |= {name: getattr(windows, name).unbind(0) for name in _NAMED}
+    # over ends of episodes timesteps are a column
+    fields |= {name: tensor.unbind(0) for name, tensor in windows.tensors().items()}
     if goals is not None:
         fields[EXTRA + GOALS] = goals.tensors()["states"].unbind(0)
     extras = [name for name in fields if name.startswith(EXTRA)]

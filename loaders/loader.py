@@ -38,6 +38,7 @@ from gear_offline.config.sections import (
     Placement,
     Road,
     Sharding,
+    Span,
 )
 from gear_offline.core.files import Closing
 from gear_offline.core.text import to_plain
@@ -67,7 +68,7 @@ from gear_offline.loaders.static_batch import SegmentWriter, StaticBatch
 
 STATE_FORMAT = 1
 IDENTITY = (  # options that the content of batches depends on
-    *("batch_size", "context_length", "frame_stack", "padding"),
+    *("batch_size", "context_length", "frame_stack", "span", "padding"),
     *("condition", "gamma", "returns_scale", "normalize_states", "observations"),
 )
 
@@ -95,8 +96,13 @@ class GearLoader(Closing, Iterator[Batch]):
         In ``[0, 2**64)``; the step of the first batch.
     device
         ``"auto"`` (CUDA if there is one), or a torch device.
+    span
+        The end of windows: of their ``"episode"``, or of its ``"history"``, the episodes that go on
+        in the data (`gear_offline.convert`).  Starts are drawn alike; rows follow those of the next
+        episode; returns-to-go and timesteps are by episode, ``batch.episode_starts`` says where one
+        begins.
     padding
-        Side on which windows that reach beyond their episode's end are filled up with zeros.
+        Side on which windows that reach beyond that end are filled up with zeros.
     condition, gamma, returns_scale, normalize_states
         As `gear_offline.batches.tables.table.TableOptions`.
     extra_columns
@@ -179,6 +185,7 @@ class GearLoader(Closing, Iterator[Batch]):
         selection: Selection | Sampler = "uniform_steps",
         seed: int = 0,
         device: str | torch.device = "auto",
+        span: Span = "episode",
         padding: Padding = "right",
         condition: Condition = "return",
         gamma: float = 1.0,
@@ -529,8 +536,9 @@ def _is_dispatched() -> bool:
 
 def _check_state(state: Mapping[str, Any], identity: Mapping[str, Any]) -> int:
     """Return the step of a saved state that belongs to the batches of `identity`."""
-    # a state from before there were conditions has none
-    state = {"condition": "return", **state} if isinstance(state, Mapping) else {}
+    # a state from before there were conditions and histories has none
+    before = {"condition": "return", "span": "episode"}
+    state = before | {**state} if isinstance(state, Mapping) else {}
     step = state.get("step")
     if state.get("format") != STATE_FORMAT or type(step) is not int or not 0 <= step < 1 << 63:
         problem = f"not a loader state of format {STATE_FORMAT}"

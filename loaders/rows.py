@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,10 +24,11 @@ from gear_offline.batches.tables.shared import (
     share_table,
     table_key,
 )
-from gear_offline.batches.tables.table import Table, build_table, table_bytes
+from gear_offline.batches.tables.table import Table, build_table, span_index, table_bytes
 from gear_offline.core.system import RESERVE_BYTES, available_bytes
 from gear_offline.core.text import say, size_text
-from gear_offline.core.types import BoolArray
+from gear_offline.core.types import BoolArray, Int64Array
+from gear_offline.data.dataset.schema import EpisodeIndex
 from gear_offline.distributed.sharding import choose_share
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, InputError
@@ -154,6 +155,14 @@ class RowOpener:
     options: LoaderOptions
     goals: GoalSampler | None
 
+    @cached_property
+    def _index(self) -> EpisodeIndex:
+        return span_index(self.data, self.options.table)
+
+    @property
+    def _reach(self) -> Int64Array | None:
+        return None if self._index.histories is None else self._index.reach
+
     def open(self) -> Rows:
         """Open the rows: on disk, else in memory."""
         if not self.world.feeds:
@@ -258,7 +267,8 @@ class RowOpener:
     def _make_ring(self) -> Ring | None:
         """Return the share and landing rows of this rank; None where each node holds all rows."""
         options = self.options
-        sharding = options.sharding if self.goals is None else "replicate"
+        is_whole = self.goals is not None or options.span == "history"
+        sharding = "replicate" if is_whole else options.sharding
         share = choose_share(self.data, self.stream.selection, self.world, options.table, sharding)
         if share is None:
             return None
@@ -299,8 +309,8 @@ class RowOpener:
 
     def _cpu_gathers(self, table: Table, local: BoolArray | None) -> Gathers:
         """Return the CPU's gathers, as `_gpu_gathers` those of the GPU."""
-        rows = self.data.episodes.lengths, table.first_rows(local)
-        make, span = partial(CpuGather, pin=self.device.type != "cpu"), self.options.context_length
+        rows, span = (self._index.lengths, table.first_rows(local)), self.options.context_length
+        make = partial(CpuGather, pin=self.device.type != "cpu", reach=self._reach)
         gather = make(table.groups, *rows, context_length=span, padding=self.options.padding)
         if self.goals is None:
             return gather, None, table
@@ -324,7 +334,8 @@ class RowOpener:
                 groups = [_for_all_episodes(each, local) for each in groups]
             make = partial(
                 GpuGather,
-                offsets=self.data.episodes.offsets,
+                offsets=self._index.offsets,
+                reach=self._reach,
                 device=placed.device,
                 padding=options.padding,
                 rank_batch=self.stream.rank_batch,

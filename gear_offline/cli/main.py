@@ -111,6 +111,9 @@ def convert(
     where: list[str] | None = Option(
         None, metavar="EXPRESSION", help="Episodes to keep: return > 1000 and not truncated."
     ),
+    histories: str | None = Option(
+        None, metavar="COLUMN", help="Numbers the histories of episodes, e.g. of learners."
+    ),
     rule: str | None = Option(None, help="What the flags mean, if what is detected is wrong."),
     ends: str | None = Option(
         None,

@@ -100,6 +100,7 @@ Sharding = Literal["auto", "replicate", "shard"]
 Road = Literal["auto", "nccl", "rdma", "gloo"]
 Condition = Literal["return", "advantage"]
 Target = Condition | Literal["nothing"]  # what a policy is asked for; goals are said apart
+Span = Literal["episode", "history"]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
 Range = Annotated[tuple[Count, Count], Field(strict=False)]
@@ -402,6 +403,8 @@ class LoaderSettings(Section):
     """Frames of each column of single frames that make up a state."""
     extra_columns: Names = ()
     """Further columns in batch.extras; next_states, terminated and has_next are computed."""
+    span: Span = "episode"
+    """What a segment may reach to the end of; history: of episodes that go on, in the data."""
     padding: Literal["right", "left"] = "right"
     """Side on which segments shorter than K are filled up."""
     condition: Condition = "return"
@@ -432,6 +435,14 @@ class LoaderSettings(Section):
         if self.condition == "advantage" and (self.gamma != 1.0 or self.goals is not None):
             other = "goals" if self.goals is not None else f"gamma={self.gamma:g}, of returns,"
             raise ValueError(f"condition=advantage and {other} exclude each other: keep one")
+        if self.span == "history":
+            for is_given, other, reason in (
+                (self.goals is not None, "goals", "goals are states of one episode"),
+                (self.frame_stack > 1, f"frame_stack={self.frame_stack}", "frames would be of two"),
+                (self.sharding == "shard", "sharding=shard", "nodes would have parts of one"),
+            ):
+                if is_given:
+                    raise ValueError(f"span=history and {other} exclude each other: {reason}")
         return self
 
 

@@ -34,6 +34,7 @@ struct Job {
     const u64* counter;       // step on the device, or null
     u64 first_step;           // step of the first segments where there is no counter
     const i64* offsets;       // (E + 1,)
+    const i64* reach;         // (E,) steps from an episode's first to the end of its history; or null
     i64 episodes;             // E
     const i64* chosen;        // (segments, 4) of HOST_DRAWN ones: episode, start, steps of the window at most,
                               // and the landing row of the start or -1
@@ -69,6 +70,7 @@ GEAR_CODE Segment choose_host_drawn(const Job& job, u64 first_step, i64 segment)
     bool known = chosen.episode >= 0 && chosen.episode < job.episodes && chosen.start >= 0;
     i64 left = known ? job.offsets[chosen.episode + 1] - job.offsets[chosen.episode] - chosen.start : 0;
     if (left < 1) return chosen;  // an empty window instead of memory that is not ours
+    if (job.reach) left = job.reach[chosen.episode] - chosen.start;
     i64 most = name[2] > 1 ? name[2] : 1;
     most = most < job.span ? most : job.span;
     chosen.real = left < most ? left : most;
@@ -84,7 +86,8 @@ GEAR_CODE Segment choose(const Job& job, u64 first_step, i64 segment) {
     u64 step = first_step + (u64)ahead, count = (u64)job.global_batch;
     Drawn drawn = EVERY ? draw_segment(job.sampling, job.seed, step, count, slot)
                         : draw_weighted(job.sampling, draw(job.seed, SELECTION_STREAM, step, count, slot));
-    Segment chosen = {drawn.episode, drawn.start, drawn.left < job.span ? drawn.left : job.span};
+    i64 left = job.reach ? job.reach[drawn.episode] - drawn.start : drawn.left;
+    Segment chosen = {drawn.episode, drawn.start, left < job.span ? left : job.span};
     return chosen;
 }
 

@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from gear_offline.batches.sampling.draws import SegmentStream
-from gear_offline.batches.tables.joint import TableData, parts_of, shards_of
+from gear_offline.batches.tables.joint import TableData, data_name, parts_of, shards_of
 from gear_offline.batches.tables.read_ahead import (
     REFERENCE_BYTES,
     Draw,
@@ -32,6 +32,7 @@ from gear_offline.batches.tables.table import (
     TableOptions,
     build_table,
     plan_groups,
+    span_index,
 )
 from gear_offline.batches.tables.window_reader import COPY_BYTES, Places, WindowReader, buffer_bytes
 from gear_offline.core.system import check_available
@@ -151,6 +152,13 @@ class DiskGather:
         self.sizes = sizes = share_out(
             dataset, plans, options, batch=stream.rank_batch, budget_bytes=host_budget
         )
+        index = span_index(dataset, options)
+        if not index.is_side_by_side:
+            problem = (
+                "rows that stay on disk lie as they are stored, and histories not side by side"
+            )
+            remedy = "convert the dataset again, or use placement='host'"
+            raise InputError("LOADER_OPTION", problem, data_name(dataset), remedy)
         dataset = dataset.verify()  # a window is no block that could be compared as it is read
         resident_plans = [plan for plan, stays in zip(plans, sizes.resident, strict=True) if stays]
         groups = iter(build_table(dataset, options, plans=resident_plans, threads=1).groups)
@@ -159,13 +167,11 @@ class DiskGather:
         self._windows = WindowReader(
             shards, plans, resident_rows, options, chunk_steps=sizes.chunk_steps
         )
-        self._memory = partial(_Slots, plans, dataset.episodes, options, padding)
+        self._memory = partial(_Slots, plans, index, options, padding)
         self._slots = self._memory(sizes.slots, pin=pin)
-        self.table = Table(
-            episodes=dataset.episodes, groups=self._slots.groups, margin=options.margin
-        )
+        self.table = Table(episodes=index, groups=self._slots.groups, margin=options.margin)
         plan = ReadPlan(
-            _draw(dataset.episodes, stream, options),
+            _draw(index, stream, options),
             batch=stream.rank_batch,
             slots=sizes.slots,
             handout=sizes.handout,
@@ -198,7 +204,7 @@ class DiskGather:
         """Gather any `segments` now, in memory of their own, without touching the read-ahead."""
         self._ahead.check()
         index, starts = self.table.episodes, segments.starts.reshape(-1)
-        real = real_steps(segments, index.lengths, self._span)
+        real = real_steps(segments, index.lengths, self._span, index.reach)
         low = index.offsets[segments.episodes.reshape(-1)] + starts
         aside = self._memory(len(low))
         order = np.argsort(low, kind="stable")
@@ -242,6 +248,7 @@ class _Slots:
             context_length=options.context_length,
             padding=padding,
             pin=pin,
+            reach=episodes.reach,
         )
 
     def gather(self, segments: Segments, slots: Int64Array) -> Windows:
@@ -262,7 +269,7 @@ def _draw(episodes: EpisodeIndex, stream: SegmentStream, options: TableOptions) 
         for at in range(0, steps, most):
             segments = stream.segments(first_step + at, min(most, steps - at))
             episode, starts = segments.episodes.reshape(-1), segments.starts.reshape(-1)
-            real = np.minimum(episodes.lengths[episode] - starts, span)
+            real = np.minimum(episodes.reach[episode] - starts, span)
             pieces.append((episodes.offsets[episode] + starts, real, np.minimum(starts, history)))
         columns = map(np.concatenate, zip(*pieces, strict=True))
         return DrawnWindows(first_step * batch, *columns)

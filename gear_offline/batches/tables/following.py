@@ -4,6 +4,7 @@ These are extra columns that are in no file: ``next_states`` are the states afte
 ``batch.states`` holds them; ``terminated`` is true at the last step of an episode that the
 environment ended, not of one that was cut; ``has_next`` is true where the next state is known.
 At an episode's last step it is known if the data store ``next_observations``; elsewhere it is zero.
+So is a step's number in its episode, `STEPS`, where windows reach over the ends of episodes.
 
 Shape legend: n steps of a shard, S state elements.
 """
@@ -21,11 +22,14 @@ from gear_offline.errors import InputError
 from gear_offline.kernels.columns import Field, final_values
 
 NEXT_STATES, TERMINATED, HAS_NEXT = "next_states", "terminated", "has_next"
-FOLLOWING = {NEXT_STATES, TERMINATED, HAS_NEXT}
+STEPS = "/timesteps"  # the name of no column
+FOLLOWING = {NEXT_STATES, TERMINATED, HAS_NEXT, STEPS}
 
 
 def following_field(name: str, states: Sequence[Field]) -> Field:
     """Return the field of an extra column of `FOLLOWING`, of data with such states."""
+    if name == STEPS:
+        return Field(name="timesteps", dtype=np.dtype(np.int64), shape=())
     if name != NEXT_STATES:
         return Field(name=EXTRA + name, dtype=np.dtype(np.bool_), shape=())
     if len(states) > 1 or states[0].dtype != np.float32 or states[0].history:
@@ -36,11 +40,14 @@ def following_field(name: str, states: Sequence[Field]) -> Field:
 
 
 def following_rows(dataset: Dataset, shard: int, name: str, states: Field, column: str) -> Array:
-    """Return a column of `FOLLOWING` for the steps of a shard: (n, S) float32, or (n, 1) bool."""
+    """Return a column of `FOLLOWING` for the steps of a shard: (n, S) float32, else (n, 1)."""
     base, end = dataset.first_steps[shard : shard + 2].tolist()
     offsets = dataset.episodes.offsets
     low, high = np.searchsorted(offsets, [base, end])
     lasts = offsets[low + 1 : high + 1] - 1 - base
+    if name == STEPS:
+        firsts, counts = offsets[low:high], dataset.episodes.lengths[low:high]
+        return (np.arange(base, end) - firsts.repeat(counts))[:, None]
     stored = next_column(dataset, column)
     if name == NEXT_STATES:
         rows = np.concatenate([each.copy() for _, each in dataset.stream(shard, stored or column)])

@@ -69,6 +69,16 @@ class JointDataset:
         """(E,) True if the environment ended the episode."""
         return np.concatenate([task.dataset.terminated for task in self.tasks])
 
+    @cached_property
+    def histories(self) -> Int64Array | None:
+        """(E,) number of each episode's history; None where each is of its own."""
+        found, count = list[Int64Array](), 0
+        for dataset in (task.dataset for task in self.tasks):
+            single = np.arange(len(dataset)) if dataset.histories is None else dataset.histories
+            found.append(np.unique(single, return_inverse=True)[1] + count)
+            count += len(dataset)
+        return np.concatenate(found) if any(t.dataset.history_column for t in self.tasks) else None
+
     def column(self, name: str) -> Array:
         """Return a whole column that every task has in one shape, (N, *shape)."""
         return np.concatenate([task.dataset.column(name) for task in self.tasks])

@@ -111,17 +111,24 @@ def place_table(
         remedy = "start one process a GPU with torchrun, or use 'auto'"
         raise InputError("LOADER_OPTION", problem, remedy=remedy)
     collective = placement in ("auto", "peer") and len(ranks.nodes) > 1  # the same on every rank
-    if before is not None and (collective or before.reads_host):
+    is_apart = table.episodes.histories is not None  # a history would go on elsewhere
+    if before is not None and (collective or before.reads_host or is_apart):
         before = None
     bytes_before = 0 if before is None else before.hbm_bytes
     budget = _budget(memory, placement, hbm_budget, bytes_before, ranks, collective=collective)
     sizes = table.episodes.lengths * table.row_bytes
-    weights = np.asarray(
-        table.episodes.lengths if episode_weight is None else episode_weight, np.float64
-    )
+    if episode_weight is None:
+        weights = table.episodes.lengths.astype(np.float64)
+    else:
+        weights = np.asarray(episode_weight, np.float64)[table.order]
     assert weights.shape == sizes.shape, "the sampler was made for these episodes"
 
-    # Who owns each episode.
+    # Who owns each episode; a history is read from one place.
+    facts, whole = (sizes, weights), np.arange(len(sizes))
+    if table.episodes.histories is not None:
+        whole = np.unique(table.episodes.histories, return_inverse=True)[1]
+        sums = [np.bincount(whole, values).astype(np.float64) for values in facts]
+        facts = sums[0].astype(np.int64), sums[1]
     gaps = ALIGNMENT_BYTES * len(table.groups)
     total_bytes = int(sizes.sum()) + gaps
     gpus, owners = [ranks.rank], np.zeros(len(sizes), np.int64)
@@ -132,7 +139,7 @@ def place_table(
         owners[:], before = HOST, None
     elif placement == "peer" or total_bytes > budget:
         gpus = ranks.neighbours
-        owners, before = deal_out(sizes, weights, budget - bytes_before - gaps, len(gpus)), None
+        owners, before = deal_out(*facts, budget - bytes_before - gaps, len(gpus))[whole], None
 
     # Copy this GPU's share, without the rows it has from `before`, and pin the host's.
     is_new = np.arange(len(owners)) >= (0 if before is None else len(before.owners))
@@ -172,11 +179,13 @@ def _address_groups(
     """Return the addresses of episodes: on the GPU that owns one, where it was, or on the host."""
     groups = []
     for number, (group, row_zero) in enumerate(zip(table.groups, row_zeros, strict=True)):
-        addresses = row_zero + table.first_rows() * group.row_bytes  # in host memory
+        rows = table.margin + table.episodes.offsets[:-1]
+        addresses = row_zero + rows * group.row_bytes  # in host memory
         for base, share in zip(bases, shares, strict=True):
             addresses[share.held] = base + share.begins[number] + share.steps * group.row_bytes
         if before is not None:
             addresses[: len(before.owners)] = before.groups[number].addresses
+        addresses[table.order] = addresses.copy()
         if (owners != HOST).all():  # width and dtype without the memory
             group = replace(group, rows=np.empty((0, group.width), group.dtype))
         groups.append(GroupAddresses(group=group, addresses=addresses, row_zero=row_zero))

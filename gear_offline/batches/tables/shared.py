@@ -31,6 +31,7 @@ from gear_offline.batches.tables.table import (
     TableOptions,
     build_table,
     private_rows,
+    span_index,
     table_bytes,
     whole_pages,
 )
@@ -242,6 +243,8 @@ class GrowingTable:
             return rows[: shape[0]]
 
         key, grown_from = table_key(dataset, options), self._key
+        if not span_index(dataset, options).is_side_by_side:  # new rows lie between others
+            self._shards, grown_from, before = 0, "", iter(())
         table = build_table(dataset, options, allocate=allocate, filled_shards=self._shards)
         _TABLES[key] = table = replace(table, grown_from=grown_from)
         self._key, self._shards = key, len(dataset.manifest.shards)

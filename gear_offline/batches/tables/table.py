@@ -36,10 +36,22 @@ from gear_offline.batches.tables.fields import (
     standard_fields,
     to_float32,
 )
-from gear_offline.batches.tables.following import FOLLOWING, following_field, following_rows
-from gear_offline.batches.tables.joint import JointDataset, Part, TableData, parts_of, shards_of
+from gear_offline.batches.tables.following import (
+    FOLLOWING,
+    STEPS,
+    following_field,
+    following_rows,
+)
+from gear_offline.batches.tables.joint import (
+    JointDataset,
+    Part,
+    TableData,
+    data_name,
+    parts_of,
+    shards_of,
+)
 from gear_offline.batches.tables.returns import sum_returns, whole_episodes
-from gear_offline.config.sections import Condition
+from gear_offline.config.sections import Condition, Span
 from gear_offline.core.system import usable_cores
 from gear_offline.core.types import Array, BoolArray, Int64Array
 from gear_offline.data.dataset.dataset import Dataset
@@ -74,6 +86,7 @@ class TableOptions:
     extra_columns: Sequence[str] = ()  # in their source dtype bit for bit, and `following` ones
     frame_stack: int = 1  # frames that make up a state; the column holds single ones
     observations: tuple[str, ...] = (STATES,)  # columns that make up a state
+    span: Span = "episode"  # history: windows reach over the ends of episodes
 
     @classmethod
     def of(cls, loader: Mapping[str, Any]) -> Self:
@@ -100,9 +113,11 @@ class TableOptions:
 class Table:
     """All column groups of a dataset, or of some of its shards."""
 
-    episodes: EpisodeIndex  # over the N steps
+    episodes: EpisodeIndex  # over the N steps, as their rows lie
     groups: tuple[ColumnGroup, ...]  # each field is in exactly one
     margin: int  # rows of zeros in front and behind; windows up to this long can be cut
+    # (E,) which of the source's episodes these are: those of a history lie side by side
+    order: Any = ...  # as they are
     grown_from: str = ""  # the key of this table before it grew: its first episodes
 
     @property
@@ -120,7 +135,8 @@ class Table:
 
         With `local` (E,), which episodes of a dataset the table has: for all E, of others 0.
         """
-        table_rows = self.margin + self.episodes.offsets[:-1]
+        table_rows = np.empty(self.episodes.episodes, np.int64)
+        table_rows[self.order] = self.margin + self.episodes.offsets[:-1]
         if local is None:
             return table_rows
         rows = np.zeros(len(local), np.int64)
@@ -177,7 +193,7 @@ def plan_groups(
     if condition == ADVANTAGES:
         check_advantages(source.spec, "condition")
     fields = standard | ({None: returns} if condition in source.spec else {})
-    extra_columns = options.extra_columns
+    extra_columns = [*options.extra_columns, *[STEPS] * (options.span == "history")]
     names = [*options.observations, ACTIONS, REWARDS, *extra_columns]
     if len(set(names)) != len(names):
         problem = f"a column is named twice among {', '.join(names)}"
@@ -259,6 +275,9 @@ def build_table(
     jobs = list(_jobs(source, shards))
     lengths = [job.lengths for job in jobs]
     index = EpisodeIndex(np.concatenate(lengths) if lengths else np.zeros(0, np.int64))
+    if options.span == "history" and jobs:
+        index = span_index(source, options)
+        assert index.episodes == sum(map(len, lengths)), "a node has all shards"
     count = index.steps + 2 * margin + landing_rows
     groups = tuple(
         ColumnGroup(
@@ -266,12 +285,24 @@ def build_table(
         )
         for plan in plans
     )
-    table = Table(episodes=index, groups=groups, margin=margin)
+    table = Table(episodes=index.side_by_side, order=index.order, groups=groups, margin=margin)
     if fill:
         pairs = list(zip(plans, groups, strict=True))
         threads = max(1, threads or min(MAX_THREADS, usable_cores()))
-        _fill(jobs[filled_shards:], pairs, options, threads)
+        moved = None if index.is_side_by_side else (index, table.first_rows())
+        _fill(jobs[filled_shards:], pairs, options, threads, moved)
     return table
+
+
+def span_index(source: TableData, options: TableOptions) -> EpisodeIndex:
+    """Return the episodes of `source`, with the histories that windows reach over, if they do."""
+    if options.span == "episode":
+        return source.episodes
+    if source.histories is None:
+        problem = "span=history, and the data have no histories: windows would end with episodes"
+        remedy = "say which episodes follow each other: convert --histories COLUMN; or leave "
+        raise InputError("LOADER_OPTION", problem, data_name(source), f"{remedy}span=episode")
+    return EpisodeIndex(source.episodes.lengths, source.histories)
 
 
 def table_bytes(
@@ -319,8 +350,12 @@ def _fill(
     groups: list[tuple[GroupPlan, ColumnGroup]],
     options: TableOptions,
     threads: int,
+    moved: tuple[EpisodeIndex, Int64Array] | None,
 ) -> None:
-    """Read all shards, by threads of which each writes to rows or groups of its own."""
+    """Read all shards, by threads of which each writes to rows or groups of its own.
+
+    `moved`: the episodes of the shards, and the first row of each, where their order is another.
+    """
     how: Any = {name: getattr(options, name) for name in ("normalize_states", "observations")}
     fields = {
         task.name: standard_fields(task.dataset, **how)
@@ -330,7 +365,10 @@ def _fill(
     def fill(job: _ShardRead, groups: Sequence[tuple[GroupPlan, ColumnGroup]]) -> None:
         first = options.margin + job.first_step
         for plan, group in groups if len(job.lengths) else ():  # a view may have none of a shard
-            rows = group.rows[first : first + int(job.lengths.sum())]
+            places: Any = slice(first, first + int(job.lengths.sum()))
+            rows = group.rows[places]
+            if moved is not None:
+                places, rows = _find_rows(job, *moved), np.zeros_like(rows)
             if name := next(iter(FOLLOWING & plan.fields.keys()), None):
                 column = options.observations[0]
                 states = fields[job.part.name][column]
@@ -340,6 +378,8 @@ def _fill(
                 _fill_final(job, plan, rows, fields[job.part.name], options)
             else:
                 _copy_column(job, plan, rows)
+            if moved is not None:
+                group.rows[places] = rows
 
     # Where there are few shards, each group is work of its own.
     apart = threads > 1 and len(jobs) <= 2 * threads
@@ -353,6 +393,14 @@ def _fill(
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
+
+
+def _find_rows(job: _ShardRead, index: EpisodeIndex, first_rows: Int64Array) -> Int64Array:
+    """Return the row of each step of a shard."""
+    low = int(index.offsets.searchsorted(job.first_step))
+    moved = (first_rows - index.offsets[:-1])[low : low + len(job.lengths)]
+    steps = np.arange(job.first_step, job.first_step + int(job.lengths.sum()))
+    return np.asarray(steps + moved.repeat(job.lengths))
 
 
 def _fill_final(

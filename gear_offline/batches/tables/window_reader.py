@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +33,7 @@ from gear_offline.batches.tables.joint import Part
 from gear_offline.batches.tables.table import GroupPlan, TableOptions, private_rows, whole_pages
 from gear_offline.core.files import file_identity
 from gear_offline.core.types import Array, Int64Array, UInt8Array
-from gear_offline.data.dataset.shard import damage_error
+from gear_offline.data.dataset.shard import byte_view, damage_error
 from gear_offline.kernels.columns import final_values
 
 PAGE_BYTES = mmap.PAGESIZE  # offsets, sizes and addresses of direct reads are multiples of this
@@ -52,9 +53,9 @@ class Places:
     before: Int64Array  # steps of its episode before it, which stacks of frames need
     slots: Int64Array
 
-    def part(self, begin: int, end: int) -> Places:
-        """Return windows `begin` to `end`."""
-        return Places(**{name: values[begin:end] for name, values in vars(self).items()})
+    def take(self, which: Any) -> Places:
+        """Return some windows, as NumPy indexes arrays."""
+        return Places(**{name: values[which] for name, values in vars(self).items()})
 
 
 def _read_directly(handle: int) -> None:
@@ -86,7 +87,8 @@ def read_pages(handle: int, memory: UInt8Array, begin: int, least: int, where: s
 class _Stored:
     """A column in the shards' files: where its rows are, and how they become rows of slots."""
 
-    number: int  # of the column
+    name: str  # of the column
+    number: int
     history: int  # rows before a window that stacks need, H or 0
     row_bytes: Int64Array  # (s,), of a step in each shard
     offsets: Int64Array  # (s,), byte of each shard's first row
@@ -111,10 +113,13 @@ class WindowReader:
     ) -> None:
         self._shards, self._chunk_steps = shards, chunk_steps
         self._history, self._rows = options.history, options.margin
+        self._spans_episodes = options.span == "history"
         steps = [task.dataset.manifest.shards[number].steps for task, number in shards]
         self._first_steps = np.cumsum([0, *steps])
         datasets = [task.dataset for task in dict.fromkeys(task for task, _ in shards)]
         lengths = [dataset.episodes.lengths for dataset in datasets]
+        self._datasets = datasets  # the first step of each in the table:
+        self._bases = np.cumsum([0, *(dataset.episodes.steps for dataset in datasets)])
         self._offsets = np.cumsum([0, *np.concatenate(lengths)])[:-1]
         self._moved: Int64Array | None = None  # of a view, (E,): from the table to the files
         if any(dataset.whole is not None for dataset in datasets):
@@ -144,15 +149,41 @@ class WindowReader:
         void, of each column.  Row H is a window's first step.  Rows around the window, and around
         its history where the column has one, are any.  The buffer is used for nothing else.
         """
-        low = places.low  # in the files
-        if self._moved is not None:
-            low = low + self._moved[self._offsets.searchsorted(low, side="right") - 1]
-        shard = self._first_steps.searchsorted(low, side="right") - 1
+        row = places.low - self._history
+        for number, rows in self._resident:
+            begins = (row + self._rows) * rows.shape[1]  # behind the margin
+            _copy(rows.reshape(-1), begins, places.slots, targets[number])
+        low, shard = self._find(places.low)
+        if self._spans_episodes:
+            last, last_shard = self._find(places.low + places.real - 1)
+            is_run = (shard == last_shard) & (last - low == places.real - 1)
+            self._read_apart(places.take(~is_run), targets)
+            places, low, shard = places.take(is_run), low[is_run], shard[is_run]
         chunk = (low - self._first_steps[shard]) // self._chunk_steps
         cuts = np.flatnonzero((np.diff(shard) != 0) | (np.diff(chunk) != 0)) + 1
-        for begin, end in pairwise([0, *cuts.tolist(), len(shard)]):
-            part = places.part(begin, end)
+        for begin, end in pairwise([0, *cuts.tolist(), len(shard)] if len(shard) else []):
+            part = places.take(slice(begin, end))
             self._read_chunk(int(shard[begin]), low[begin:end], part, targets, buffer)
+
+    def _find(self, steps: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return where steps of the table are in the files, and in which shard."""
+        if self._moved is not None:
+            steps = steps + self._moved[self._offsets.searchsorted(steps, side="right") - 1]
+        return steps, self._first_steps.searchsorted(steps, side="right") - 1
+
+    def _read_apart(self, places: Places, targets: Sequence[Array]) -> None:
+        """Read windows of several shards, or over episodes that a view has not, one by one."""
+        for low, real, slot in zip(places.low, places.real, places.slots, strict=True):
+            number = int(self._bases.searchsorted(low, side="right")) - 1
+            dataset, begin = self._datasets[number], int(low - self._bases[number])
+            shard = int(self._find(low)[1])
+            for column in self._stored:
+                rows = dataset.read(column.name, begin, begin + int(real))
+                stored, lay = byte_view(rows), column.lay[shard]
+                values = np.frombuffer(stored, np.uint8).reshape(len(rows), -1)
+                values = values if lay is None else lay(values)
+                target = targets[column.number][slot : slot + 1].view(np.uint8)
+                target[: values.size] = values.reshape(-1)
 
     def _read_chunk(
         self,
@@ -186,10 +217,6 @@ class WindowReader:
         for column, start in zip(self._stored, starts, strict=True):
             begins = start + row * column.row_bytes[shard]
             self._lay(column, shard, buffer, begins, places.slots, targets[column.number])
-        row = places.low - self._history
-        for number, rows in self._resident:
-            begins = (row + self._rows) * rows.shape[1]  # behind the margin
-            _copy(rows.reshape(-1), begins, places.slots, targets[number])
 
     def _fill(self, shard: int, reads: Sequence[tuple[int, int, int]], buffer: UInt8Array) -> None:
         """Read parts of a shard into the buffer, again if the file was touched meanwhile."""
@@ -242,6 +269,7 @@ def _find(number: int, plan: GroupPlan, shards: Sequence[tuple[Part, int]]) -> _
     offsets, row_bytes = np.array(layouts, np.int64).T
     lays = {task.name: _lay_of(plan, name, task) for task in {task for task, _ in shards}}
     return _Stored(
+        name=name,
         number=number,
         history=field.history,
         row_bytes=row_bytes,

@@ -14,6 +14,7 @@ import numpy as np
 from gear_offline.config.arguments import check_arguments
 from gear_offline.core.files import new_hidden_file, write_all, writing
 from gear_offline.core.types import Array, BoolArray
+from gear_offline.data.dataset.dataset import HISTORIES
 from gear_offline.data.dataset.growing import INCOMING, MAX_PIECE_BYTES, piece_returns, too_large
 from gear_offline.data.dataset.manifest import Manifest
 from gear_offline.data.dataset.schema import ColumnSpec, EpisodeIndex, channels_last, is_lost
@@ -36,11 +37,14 @@ class Appender:
     ----------
     path
         Directory of a dataset, whose columns each episode has.
+    history
+        Number of the history that all its episodes go on, of data with histories; by default each
+        episode has that column itself.
 
     Raises
     ------
     InputError
-        ``DATASET_NOT_FOUND``, ``DATASET_DAMAGED``.
+        ``DATASET_NOT_FOUND``, ``DATASET_DAMAGED``; ``USAGE`` for a history of data without any.
 
     Examples
     --------
@@ -58,8 +62,13 @@ class Appender:
     """
 
     @check_arguments()
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, history: int | None = None) -> None:
         self._manifest = Manifest.read(path)
+        self._history = history
+        self._histories = self._manifest.source.attributes.get(HISTORIES)
+        if history is not None and self._histories is None:
+            problem, remedy = "the dataset has no histories", "convert it with --histories COLUMN"
+            raise InputError("USAGE", problem, str(path), remedy)
         self._folder = given_path(path, "DATASET_NOT_FOUND", where="path") / INCOMING
 
     def append(self, episodes: Iterable[Mapping[str, Any]]) -> Path:
@@ -107,6 +116,8 @@ class Appender:
         arrays = read_episode({n: v for n, v in episode.items() if n in tops}, "an episode")
         step_columns = {name: rows for name, rows in arrays.items() if rows.ndim}
         steps = len(next(iter(step_columns.values()), ()))
+        if self._history is not None and self._histories is not None:
+            step_columns[self._histories] = np.full(steps, self._history)
         flags = end_flags(episode)
         if not flags:
             problem, remedy = "an episode does not say how it ended", "give terminated or truncated"

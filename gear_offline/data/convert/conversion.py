@@ -79,6 +79,7 @@ def convert(
     rename: Mapping[str, str] | None = None,
     map: str | EpisodeFunction | None = None,
     where: str | None = None,
+    histories: str | None = None,
     allow_nonfinite: bool = False,
     overwrite: bool = False,
     environment: str | None = None,
@@ -135,6 +136,11 @@ def convert(
         Expression that tells which episodes to keep, of what `map` made: of ``return``,
         ``length``, ``terminated``, ``truncated``, ``episode`` (its number) and columns that do not
         change in any episode, e.g. ``"return > 1000 and not truncated"``.
+    histories
+        Column of whole numbers that says which history each episode is of: that of one learner,
+        task or operator.  It is kept, and the episodes of a history are stored side by side, in
+        their order; ``loader.span=history`` cuts windows over their ends.  `where` keeps whole
+        histories.  By default that of `from_episodes`, or of a dataset that is converted again.
     allow_nonfinite
         Accept NaN and infinities; statistics leave them out.
     overwrite
@@ -188,11 +194,13 @@ def convert(
         shift=tuple((shift or {}).items()),
         function=map,
         where=where,
+        histories=histories,
         discrete=tuple(discrete),
     )
     scores = None if reference is None else known_scores(reference)
     with ExitStack() as stack:
         opened, edits = _open(source, edits, stack)
+        edits = edits.find_histories(opened)
         if opened.info.format != "gear":  # of which it was said when they were made
             opened.warn(*doubt_episodes(opened, is_shifted=shift is not None))
         shifted = edits.shift_rows(opened)

@@ -15,9 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from gear_offline.core.text import count_text, texts
-from gear_offline.core.types import BoolArray
-from gear_offline.data.dataset.schema import REWARDS, ColumnSpec, TableSpec
+from gear_offline.core.text import texts
+from gear_offline.core.types import Int64Array
+from gear_offline.data.dataset.dataset import HISTORIES
+from gear_offline.data.dataset.schema import (
+    REWARDS,
+    ColumnSpec,
+    EpisodeIndex,
+    TableSpec,
+    check_whole,
+)
 from gear_offline.data.dataset.shard import RESERVED_NAMES
 from gear_offline.data.sources import open_source
 from gear_offline.data.sources.base import Source, SourceInfo
@@ -25,6 +32,7 @@ from gear_offline.data.sources.columns import split_names
 from gear_offline.data.sources.combine import adapt_columns, pick_episodes, with_columns
 from gear_offline.data.sources.edit import (
     EpisodeFunction,
+    episode_values,
     find_function,
     keep_episodes,
     map_episodes,
@@ -48,7 +56,8 @@ class Edits:
     shift: tuple[tuple[str, int], ...] = ()  # rows that a column is stored too late
     function: str | EpisodeFunction | None = None  # of episodes, or its name
     where: str | None = None  # expression that chooses episodes; None: all
-    chosen: bytes | None = None  # (E,) bool, once it was calculated: the shifted ones that stay
+    histories: str | None = None  # column that numbers the histories of episodes
+    chosen: bytes | None = None  # (n,) int64, once calculated: the shifted that stay, in order
     discrete: tuple[str, ...] = ()  # columns of whole numbers that are stored as int32
     options: tuple[str, ...] = ()  # a line of each that chooses columns or ends, for the manifest
 
@@ -57,7 +66,7 @@ class Edits:
         cls, columns: Sequence[str] | None, rename: Mapping[str, str] | None, **others: Any
     ) -> Edits:
         """Read `columns` and `rename` of `convert`; `others` are fields."""
-        chosen = {name: others[name] for name in ("rule", "discrete")}
+        chosen = {name: others[name] for name in ("rule", "discrete", "histories")}
         options, rename = tuple(options_text(columns=columns, **chosen)), rename or {}
         columns = columns.split(",") if isinstance(columns, str) else columns
         words = [tuple(map(str.strip, name.partition("="))) for name in columns or ()]
@@ -94,6 +103,12 @@ class Edits:
         names = ((name, name) for name in sorted(hidden.intersection(self.columns or ())))
         return replace(self, names=(*self.names, *names))
 
+    def find_histories(self, source: Source) -> Edits:
+        """Take the histories that a source has, unless others are named, or their column goes."""
+        name = source.info.attributes.get(HISTORIES)
+        is_kept = name in source.spec and (self.columns is None or name in self.columns)
+        return replace(self, histories=name) if self.histories is None and is_kept else self
+
     def name_columns(self, source: Source) -> Source:
         """Return an open source under these names."""
         return adapt_columns(with_columns(source, dict(self.names)))
@@ -103,33 +118,41 @@ class Edits:
         return shift_source(source, dict(self.shift))
 
     def choose_episodes(self, source: Source, shifted: Source) -> Edits:
-        """Calculate which of the `shifted` episodes of a source stay."""
-        if self.where is None:
+        """Calculate which of the `shifted` episodes of a source stay, histories side by side."""
+        if self.where is None and self.histories is None:
             return self
         most = max(dict(self.shift).values(), default=0)
         numbers = np.flatnonzero(source.episodes.lengths > most)
         mapped = replace(self, where=None).edit_episodes(shifted)
-        mask = keep_episodes(self.where, mapped, numbers)
+        mask, order = np.ones(len(numbers), bool), np.arange(len(numbers))
+        if self.where is not None:
+            mask = keep_episodes(self.where, mapped, numbers)
+        if self.histories is not None:
+            histories = number_histories(mapped, self.histories, self.discrete)
+            check_whole(histories, mask, f"where {(self.where or '')[:200]}")
+            order = EpisodeIndex(shifted.episodes.lengths, histories).order
         if notes := texts(mapped.info.attributes.get("warnings")):
             shifted.warn(*notes)
-        return replace(self, chosen=mask.tobytes())
+        chosen = order[mask[order]]
+        is_same = self.where is None and bool((np.diff(chosen) == 1).all())
+        return replace(self, chosen=None if is_same else chosen.astype(np.int64).tobytes())
 
     @property
-    def chosen_episodes(self) -> BoolArray | None:
-        """(E,) which of the shifted episodes stay; None: all."""
-        return None if self.chosen is None else np.frombuffer(self.chosen, np.bool_)
+    def chosen_episodes(self) -> Int64Array | None:
+        """(n,) which of the shifted episodes stay, in their order; None: all."""
+        return None if self.chosen is None else np.frombuffer(self.chosen, np.int64)
 
     def pick_episodes(self, shifted: Source) -> Source:
         """Return the chosen of `shifted` episodes."""
-        mask = self.chosen_episodes
-        return shifted if mask is None else pick_episodes(shifted, mask)
+        numbers = self.chosen_episodes
+        return shifted if numbers is None else pick_episodes(shifted, numbers)
 
     def edit_episodes(self, shifted: Source) -> Source:
         """Return the chosen of `shifted` episodes, as the function changes them."""
-        picked, mask = self.pick_episodes(shifted), self.chosen_episodes
+        picked, numbers = self.pick_episodes(shifted), self.chosen_episodes
         if self.function is None or not picked.spec.episodes:
             return picked
-        numbers = np.arange(picked.spec.episodes) if mask is None else np.flatnonzero(mask)
+        numbers = np.arange(picked.spec.episodes) if numbers is None else numbers
         return map_episodes(picked, find_function(self.function)[0], numbers.tolist())
 
     def pick_columns(self, source: Source) -> tuple[ColumnSpec, ...]:
@@ -140,7 +163,7 @@ class Edits:
         # A name that no column has stands for those below it: observations, observations/camera.
         below = {n: [c.name for c in spec if c.name.startswith(f"{n}/")] for n in names or ()}
         groups = [[spec[n].name] if n in spec or not group else group for n, group in below.items()]
-        stored = {REWARDS, *chain(*groups)}
+        stored = {REWARDS, self.histories, *chain(*groups)}
         picked = tuple(c for c in spec if names is None or c.name in stored)
         for column in picked:
             if column.name.casefold() in RESERVED_NAMES:
@@ -164,11 +187,13 @@ class Edits:
         notes += [f"shift {name} by {by}" for name, by in self.shift if by]
         if self.function is not None:
             notes.append(f"map {find_function(self.function)[1]}")
-        if self.where is not None and (mask := self.chosen_episodes) is not None:
-            counts = f"{mask.sum():,} of {count_text(mask.size, 'episode')}"
+        if self.where is not None:
+            counts = info.attributes["picked"]  # 9 of 10 episodes
             notes.append(f"where {' '.join(self.where.split())}: {counts}")
         if notes:
             info = info.with_facts(edits=[*texts(info.attributes.get("edits")), *notes])
+        if self.histories is not None:
+            info = info.with_facts(**{HISTORIES: self.histories})
         if self.options:
             info = info.with_facts(options=[*self.options])
         if self.columns is None:
@@ -179,6 +204,16 @@ class Edits:
         matches = [(note, pattern.match(note)) for note in info.attributes.get("warnings", ())]
         notes = [note for note, match in matches if not match or (match[1] or match[2]) in origins]
         return info.with_facts(warnings=notes, left_out={})
+
+
+def number_histories(source: Source, column: str, discrete: Sequence[str]) -> Int64Array:
+    """Return (E,) int64 the number that a column gives to the history of each episode."""
+    spec, where = source.spec[column], f"column {column}"
+    if prod(spec.shape) != 1 or not (spec.dtype.kind in "iub" or column in discrete):
+        problem = f"{spec.dtype} {spec.shape} a step is not the whole number of a history"
+        remedy = f"give one number a step; of floats add it to --discrete: {column}"
+        raise InputError("COLUMN", problem, where, remedy)
+    return episode_values(source, column).astype(np.int64)
 
 
 def options_text(**options: str | Sequence[str] | None) -> list[str]:

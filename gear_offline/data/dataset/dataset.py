@@ -42,6 +42,7 @@ from gear_offline.data.dataset.shard_file import OnProgress, ShardFile
 from gear_offline.data.dataset.statistics import ColumnStatistics, Moments, distribution
 from gear_offline.errors import InputError, given_path
 
+HISTORIES = "histories"  # attribute of the source: the column that numbers them
 RUN_BYTES = 16 << 20  # episodes that follow each other are read together up to this
 MAX_THREADS = 8  # that verify shards
 
@@ -141,6 +142,36 @@ class Dataset:
             return tuple(map(RewardEdit.model_validate, edits))
         except (TypeError, ValueError):
             return None
+
+    @property
+    def history_column(self) -> str | None:
+        """Column that numbers the histories which episodes are of, ``None`` without any."""
+        name = self.manifest.source.attributes.get(HISTORIES)
+        return name if isinstance(name, str) and name in self.spec else None
+
+    @cached_property
+    def histories(self) -> Int64Array | None:
+        """(E,) int64: number of each episode's history, ``None`` where each is of its own.
+
+        Reads their column (``COLUMN`` if it changes in an episode).
+        """
+        if (name := self.history_column) is None:
+            return None
+        offsets, values, last = self.episodes.offsets, np.empty(len(self), np.int64), 0
+        for shard in range(len(self.manifest.shards)):
+            for step, rows in self.stream(shard, name):
+                low, high = offsets.searchsorted([step, step + len(rows)])
+                numbers, firsts = rows.reshape(-1).astype(np.int64), offsets[low:high] - step
+                changes, values[low:high] = np.diff(numbers, prepend=last), numbers[firsts]
+                if (inside := np.setdiff1d(np.flatnonzero(changes), firsts)).size:
+                    episode = int(offsets.searchsorted(step + inside[0], side="right")) - 1
+                    problem, remedy = (
+                        f"it changes in episode {episode}",
+                        "give an episode one number",
+                    )
+                    raise InputError("COLUMN", problem, f"column {name}", remedy)
+                last = int(numbers[-1])
+        return values
 
     @property
     def verified(self) -> bool:

@@ -350,6 +350,7 @@ def open_piece(path: Path, shard: Path, manifest: Manifest) -> Dataset:
         **counts, statistics=statistics, endings=ends, shards=[record]
     )
     piece = with_shards(shard.parent, piece_manifest)
+    _ = piece.histories  # refuses an episode of several
     returns = piece_returns(rows.get("rewards"), piece.episodes)
     if not np.array_equal(returns, piece.returns, equal_nan=True):
         raise damage_error("returns are not the sums of its rewards", path)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.core.text import count_text
-from gear_offline.core.types import Array, Int64Array
+from gear_offline.core.types import Array, BoolArray, Int64Array
 from gear_offline.errors import InputError
 
 REWARDS = "rewards"  # the column that returns are sums of
@@ -177,9 +177,13 @@ class EpisodeIndex:
         (E,) int64, steps of each episode, all >= 1.
     offsets
         (E + 1,) int64, first step of each episode, and N at the end.
+    histories
+        (E,) int64, number of the history that an episode is of, in which it follows those of the
+        same number before it; None: each is of its own.
     """
 
     lengths: Int64Array
+    histories: Int64Array | None = None
     offsets: Int64Array = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -209,6 +213,38 @@ class EpisodeIndex:
         """N, the steps of all episodes."""
         return int(self.offsets[-1])
 
+    @cached_property
+    def order(self) -> Int64Array:
+        """(E,) int64, the episodes in an order in which those of a history lie side by side."""
+        if self.histories is None:
+            return np.arange(self.episodes)
+        _, firsts, numbers = np.unique(self.histories, return_index=True, return_inverse=True)
+        return np.argsort(firsts[numbers], kind="stable")
+
+    @cached_property
+    def side_by_side(self) -> EpisodeIndex:
+        """The episodes in that order."""
+        if self.histories is None:
+            return self
+        return EpisodeIndex(self.lengths[self.order], self.histories[self.order])
+
+    @cached_property
+    def is_side_by_side(self) -> bool:
+        """True if the episodes of a history follow each other as they are."""
+        return self.histories is None or bool((np.diff(self.order) == 1).all())
+
+    @cached_property
+    def reach(self) -> Int64Array:
+        """(E,) int64, steps from an episode's first one to the end of its history."""
+        if self.histories is None:
+            return self.lengths
+        index, reach = self.side_by_side, np.empty(self.episodes, np.int64)
+        assert index.histories is not None, "it has those of this one"
+        lasts = np.append(np.flatnonzero(np.diff(index.histories)), self.episodes - 1)
+        ends = index.offsets[1:][lasts].repeat(np.diff(lasts, prepend=-1))
+        reach[self.order] = ends - index.offsets[:-1]
+        return reach
+
 
 def fold_episodes(
     function: np.ufunc, totals: Array, offsets: Int64Array, rows: Array, start: int
@@ -227,6 +263,15 @@ def check_advantages(spec: TableSpec, where: str) -> None:
         problem = f"no column {ADVANTAGES}" if column is None else f"{column} is no number a step"
         remedy = "write them with `gear-offline value DATA OUT --with RUN`, RUN of model iql; or "
         raise InputError("COLUMN", problem, where, f"{remedy}leave loader.condition=return")
+
+
+def check_whole(histories: Int64Array | None, mask: BoolArray, where: str) -> None:
+    """Refuse (``SELECTION``) episodes, (E,) bool, that are some of a history and not all."""
+    if histories is not None and (cut := np.intersect1d(histories[mask], histories[~mask])).size:
+        of = histories == cut[0]
+        problem = f"{mask[of].sum()} of {of.sum()} episodes of history {cut[0]} are chosen"
+        remedy = "choose by what is the same in a history, or leave histories out"
+        raise InputError("SELECTION", problem, where, remedy)
 
 
 def parse_episodes(which: npt.ArrayLike, episodes: int) -> Int64Array:

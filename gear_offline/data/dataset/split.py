@@ -22,7 +22,7 @@ from gear_offline.config.sections import share_of
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
 from gear_offline.data.dataset.dataset import RUN_BYTES, Dataset, open_dataset, view_episodes
-from gear_offline.data.dataset.schema import ColumnSpec
+from gear_offline.data.dataset.schema import ColumnSpec, check_whole
 from gear_offline.errors import InputError
 
 WIDE = 1024  # numbers a step; of wider columns not every row is read
@@ -38,6 +38,7 @@ class HeldOut:
     def keep(self, dataset: Dataset) -> Int64Array:
         """Return the numbers of the episodes that stay: some, but not all."""
         places = episode_numbers(dataset, self.by)
+        check_whole(dataset.histories, places < self.share, f"held_out_by={self.by}")
         numbers = np.flatnonzero(places >= self.share)
         if not 0 < len(numbers) < len(places):
             low, high = float(places.min()), float(places.max())
@@ -68,8 +69,9 @@ def split(
 ) -> tuple[Dataset, Dataset]:
     """Split a dataset into two views of whole episodes: to train on, and held out.
 
-    An episode's own content decides, so merging, growing or sharding data moves none, and the same
-    episode twice is on one side.  Nothing is copied; statistics are those of each view alone.
+    An episode's own content decides, of histories their number, so merging, growing or sharding
+    data moves none, and the same episode twice is on one side.  Nothing is copied; statistics are
+    those of each view alone.
 
     Parameters
     ----------
@@ -121,8 +123,10 @@ def episode_numbers(dataset: Dataset, by: str | None = None, first: int = 0) -> 
 
     Each is an 8-byte BLAKE2b digest, little-endian, divided by ``2**64``: of what
     `digest_episodes` gives for observations and actions, or of its value of the column `by`.  A
-    view's depth salts them: its episodes' own numbers are all on one side of a share.
+    view's depth salts them: its episodes' own numbers are all on one side of a share.  Without a
+    column an episode goes with its history.
     """
+    by = by or dataset.history_column
     if by is not None:
         content = list(_values(dataset, dataset.spec[by], first))
     else:

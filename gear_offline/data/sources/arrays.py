@@ -6,7 +6,7 @@ Shape legend: N steps, E episodes, T steps of an episode.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +16,7 @@ from gear_offline.config.arguments import check_arguments
 from gear_offline.config.problems import nearest
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray
+from gear_offline.data.dataset.dataset import HISTORIES
 from gear_offline.data.dataset.schema import is_storable
 from gear_offline.data.sources.base import Piece, Source, SourceInfo
 from gear_offline.data.sources.columns import common_columns, row_kinds
@@ -27,7 +28,7 @@ from gear_offline.data.sources.input_files import check_kind, misfit
 from gear_offline.data.sources.row_marks import BOUNDS, MARK
 from gear_offline.errors import InputError, check_environment_id, for_caller
 
-METADATA = "metadata"
+METADATA, HISTORY = "metadata", "history"
 OBSERVATIONS, NEXT_OBSERVATIONS = "observations", "next_observations"
 ACTIONS, REWARDS = "actions", "rewards"
 SAME = "give every episode the same columns, of one shape and dtype: np.asarray(x, np.float32)"
@@ -42,6 +43,7 @@ def from_episodes(
     name: str = "memory",
     environment: str | None = None,
     attributes: Mapping[str, Any] | None = None,
+    history: Sequence[int] | None = None,
 ) -> Source:
     """Return a source over episodes in memory, to be given to `gear_offline.convert`.
 
@@ -64,6 +66,9 @@ def from_episodes(
         Gymnasium id.
     attributes
         Small JSON-able facts for the provenance.
+    history
+        A whole number for each episode: of the learner, task or operator whose history it goes on.
+        It becomes the column ``history``, and the histories of what `convert` makes.
 
     Raises
     ------
@@ -92,6 +97,16 @@ def from_episodes(
     check_kind(episodes, Iterable, "episodes", f"give {_ONE_EACH}")
     check_environment_id(environment, where="environment")
     read, terminated, notes = read_episodes(episodes)
+    facts = dict(attributes or {})
+    if history is not None:
+        numbers = np.asarray(history)
+        if numbers.shape != (len(read),) or numbers.dtype.kind not in "iu":
+            problem = f"history is {numbers.dtype} of shape {numbers.shape}"
+            remedy = f"give {len(read)} whole numbers, one an episode"
+            raise misfit(problem, remedy=remedy)
+        for columns, number in zip(read, numbers, strict=True):
+            columns[HISTORY] = np.full(len(next(iter(columns.values()))), number)
+        facts[HISTORIES] = HISTORY
     episode_kinds = ((f"episode {n}", row_kinds(columns)) for n, columns in enumerate(read))
     kinds, _ = common_columns(episode_kinds, remedy=SAME)
     if not any(n.split("/")[0] == OBSERVATIONS for n in kinds):
@@ -99,7 +114,6 @@ def from_episodes(
         note += f"loader.observations names others: {', '.join(kinds)}"
         notes.append(note + _renames(kinds))
         warnings.warn(for_caller(notes[-1]), stacklevel=2)
-    facts = dict(attributes or {})
     info = SourceInfo(
         uri=name, format="arrays", rule="episodes", environment_id=environment, attributes=facts
     )

@@ -26,7 +26,7 @@ from gear_offline.config.arguments import check_arguments
 from gear_offline.config.problems import nearest
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.data.dataset.dataset import Dataset, open_dataset
+from gear_offline.data.dataset.dataset import HISTORIES, Dataset, open_dataset
 from gear_offline.data.dataset.manifest import MANIFEST_NAME
 from gear_offline.data.dataset.schema import ColumnSpec, channels_last, parse_episodes
 from gear_offline.data.sources.base import Piece, Source, SourceInfo, SourceRequest
@@ -124,6 +124,8 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> Source:
         finding = f"{count_text(cuts, 'episode')} cut where another part begins: of one id there"
         notes.append(f"{finding}; join such rows first, as pandas.concat does")
     facts |= {CODES: codes} if codes else {}
+    if any(HISTORIES in info.attributes for info in infos):
+        notes.append("histories are those of each part: number them for all (histories=COLUMN)")
     facts |= {"parts": len(sources)}
     facts |= {"part_episodes": [(s.info.uri, s.spec.episodes) for s in sources[:MOST_NAMED]]}
     left_out = _merge(reversed(infos), "left_out") | left_out  # what is said first stays

@@ -268,6 +268,14 @@ def _fact(source: Source, name: str, numbers: Array) -> Array:
         problem = f"{name} is no column: {why}" if why else problem
         remedy = f"names are {some_names(names)}, of columns those that stay in an episode"
         raise InputError("USAGE", problem, remedy=remedy)
+    return episode_values(source, name)
+
+
+def episode_values(source: Source, name: str) -> Array:
+    """Return the (E,) values of a column of one number a step that does not change in an episode.
+
+    ``USAGE`` if it does.
+    """
     dtype = source.spec[name].dtype
     limits = np.iinfo(dtype) if dtype.kind in "iu" else None
     start, end = (limits.max, limits.min) if limits else (np.inf, -np.inf)
