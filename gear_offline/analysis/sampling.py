@@ -18,6 +18,7 @@ import numpy as np
 
 from gear_offline.batches.sampling import Sampler, parse_strategy, resolve_options
 from gear_offline.batches.tables.joint import TableData, data_name
+from gear_offline.batches.tables.table import TableOptions, span_index
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.strict_yaml import read_yaml
 from gear_offline.core.text import count_text
@@ -144,7 +145,8 @@ def measure(
     advance: Callable[[int], None] = lambda batches: None,
 ) -> Draws:
     """Draw the batches of steps 0 to `batches` of a recipe, and count."""
-    index, returns = dataset.episodes, dataset.returns
+    index = span_index(dataset, TableOptions.of(vars(recipe.loader)))
+    returns = dataset.returns
     size, span = recipe.loader.batch_size, recipe.loader.context_length
     pieces, at_once = [], max(1, DRAWS_AT_ONCE // size)
     for first in range(0, batches, at_once):
@@ -154,8 +156,8 @@ def measure(
     episodes = np.concatenate([piece.episodes for piece in pieces])  # (batches, B), as starts and p
     starts = np.concatenate([piece.starts for piece in pieces])
     p = np.concatenate([piece.probability for piece in pieces])
-    rows = index.offsets[episodes] + starts
-    window_steps = np.minimum(index.lengths[episodes] - starts, span)
+    rows, first_rows = index.offsets[episodes] + starts, index.rows[episodes] + starts
+    window_steps = np.minimum(index.reach[episodes] - starts, span)
     if cut := [piece.lengths for piece in pieces if piece.lengths is not None]:
         window_steps = np.minimum(window_steps, np.concatenate(cut))
     draws, steps = rows.size, index.steps
@@ -173,7 +175,7 @@ def measure(
     return Draws(
         draws=draws,
         coverage_starts=coverage[-1][1],
-        coverage_steps=_count_covered(rows.reshape(-1), window_steps.reshape(-1)) / steps,
+        coverage_steps=_count_covered(first_rows.reshape(-1), window_steps.reshape(-1)) / steps,
         effective_segments=effective,
         effective_sample_share=float(weights.sum() ** 2 / (draws * (weights**2).sum())),
         duplicate_starts=int((np.diff(np.sort(rows, axis=1), axis=1) == 0).sum()) / draws,

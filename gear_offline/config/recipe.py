@@ -100,7 +100,8 @@ class Recipe(Section):
             yield f"{rule}, got {train.accumulate}"
         if train.deterministic and train.compile == "on":
             yield "train.compile=on (it times kernels) and train.deterministic exclude each other"
-        if model.max_timestep is not None and model.max_timestep < loader.context_length:
+        is_short = model.max_timestep is not None and model.max_timestep < loader.context_length
+        if is_short and loader.span == "episode":
             need = f"at least loader.context_length ({loader.context_length})"
             remedy = "raise it to the longest episode, or null for that of the data"
             yield f"model.max_timestep must be {need}, got {model.max_timestep}: {remedy}"
@@ -134,6 +135,11 @@ class Recipe(Section):
             yield "data.tasks share the column observations: leave loader.observations out"
         if loader.goals is not None and len(loader.observations) > 1:
             yield "loader.goals are states of one column: name one in loader.observations"
+        if loader.span == "history" and every is not None and loader.placement == "disk":
+            rule = (
+                "loader.span=history and loader.placement=disk exclude each other where data grow"
+            )
+            yield f"{rule}: what comes to a history lies elsewhere"
         if loader.goals is not None and every is not None:
             yield "loader.goals and data.admit_every exclude each other: goals need fixed data"
         for leaf in PlaySettings.model_fields if self.data.tasks else ():

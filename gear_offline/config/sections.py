@@ -311,6 +311,8 @@ class DataSettings(StoredSettings):
 
     columns: Columns | None = None
     """Columns to convert; null: all."""
+    histories: Text | None = None
+    """Column that numbers the histories of episodes; null: what the source says, or none."""
     tasks: Tasks | None = None
     """In place of path, source and collect: several tasks by name, for one model."""
     schedule: Annotated[tuple[SchedulePoint, ...], Field(min_length=1, strict=False)] | None = None

@@ -117,7 +117,7 @@ def _make(data: DataSettings, path: Path, *, quiet: bool) -> None:
     if data.collect is not None:
         source = str(_collect(data.collect, path.with_name(path.name + ".hdf5"), quiet))
     say(f"converting {quote(source or '')} to {quote(path)}", quiet=quiet)
-    convert(source or "", path, columns=data.columns, quiet=quiet)
+    convert(source or "", path, columns=data.columns, histories=data.histories, quiet=quiet)
 
 
 def _check_origin(data: DataSettings, dataset: Dataset) -> None:
@@ -126,7 +126,7 @@ def _check_origin(data: DataSettings, dataset: Dataset) -> None:
     if data.source is None and data.collect is None:
         return
     facts = [*origin.attributes.get("edits", ()), *origin.attributes.get("options", ())]
-    if facts != (edits := options_text(columns=data.columns)):
+    if facts != (edits := options_text(columns=data.columns, histories=data.histories)):
         has = {column.name.partition("/")[0] for column in dataset.spec} - {"rewards"}
         names = {name.partition("=")[0].strip() for name in data.columns or ()} - {"rewards"}
         if facts or has != {name.partition("/")[0] for name in names}:

@@ -289,7 +289,7 @@ def build_table(
     if fill:
         pairs = list(zip(plans, groups, strict=True))
         threads = max(1, threads or min(MAX_THREADS, usable_cores()))
-        moved = None if index.is_side_by_side else (index, table.first_rows())
+        moved = None if index.is_side_by_side else index
         _fill(jobs[filled_shards:], pairs, options, threads, moved)
     return table
 
@@ -350,11 +350,11 @@ def _fill(
     groups: list[tuple[GroupPlan, ColumnGroup]],
     options: TableOptions,
     threads: int,
-    moved: tuple[EpisodeIndex, Int64Array] | None,
+    moved: EpisodeIndex | None,
 ) -> None:
     """Read all shards, by threads of which each writes to rows or groups of its own.
 
-    `moved`: the episodes of the shards, and the first row of each, where their order is another.
+    `moved`: the episodes, where their rows lie in another order.
     """
     how: Any = {name: getattr(options, name) for name in ("normalize_states", "observations")}
     fields = {
@@ -368,7 +368,8 @@ def _fill(
             places: Any = slice(first, first + int(job.lengths.sum()))
             rows = group.rows[places]
             if moved is not None:
-                places, rows = _find_rows(job, *moved), np.zeros_like(rows)
+                rows = np.zeros_like(rows)
+                places = options.margin + _find_rows(job, moved)
             if name := next(iter(FOLLOWING & plan.fields.keys()), None):
                 column = options.observations[0]
                 states = fields[job.part.name][column]
@@ -395,10 +396,10 @@ def _fill(
             raise
 
 
-def _find_rows(job: _ShardRead, index: EpisodeIndex, first_rows: Int64Array) -> Int64Array:
-    """Return the row of each step of a shard."""
+def _find_rows(job: _ShardRead, index: EpisodeIndex) -> Int64Array:
+    """Return the row of each step of a shard, where histories lie side by side."""
     low = int(index.offsets.searchsorted(job.first_step))
-    moved = (first_rows - index.offsets[:-1])[low : low + len(job.lengths)]
+    moved = (index.rows - index.offsets[:-1])[low : low + len(job.lengths)]
     steps = np.arange(job.first_step, job.first_step + int(job.lengths.sum()))
     return np.asarray(steps + moved.repeat(job.lengths))
 

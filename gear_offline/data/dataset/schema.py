@@ -234,16 +234,21 @@ class EpisodeIndex:
         return self.histories is None or bool((np.diff(self.order) == 1).all())
 
     @cached_property
+    def rows(self) -> Int64Array:
+        """(E,) int64, first step of each episode in that order."""
+        rows = np.empty(self.episodes, np.int64)
+        rows[self.order] = self.side_by_side.offsets[:-1]
+        return rows
+
+    @cached_property
     def reach(self) -> Int64Array:
         """(E,) int64, steps from an episode's first one to the end of its history."""
         if self.histories is None:
             return self.lengths
-        index, reach = self.side_by_side, np.empty(self.episodes, np.int64)
-        assert index.histories is not None, "it has those of this one"
-        lasts = np.append(np.flatnonzero(np.diff(index.histories)), self.episodes - 1)
-        ends = index.offsets[1:][lasts].repeat(np.diff(lasts, prepend=-1))
-        reach[self.order] = ends - index.offsets[:-1]
-        return reach
+        _, numbers = np.unique(self.histories, return_inverse=True)
+        ends = np.zeros(self.episodes, np.int64)
+        np.maximum.at(ends, numbers, self.rows + self.lengths)
+        return ends[numbers] - self.rows
 
 
 def fold_episodes(
