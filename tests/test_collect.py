@@ -12,6 +12,7 @@ import h5py
 import numpy as np
 import pytest
 
+import gear_offline as go
 from gear_offline.config.recipe import load_recipe
 from gear_offline.data.convert.conversion import convert
 from gear_offline.data.dataset.dataset import open_dataset
@@ -159,6 +160,23 @@ def test_a_training_of_fewer_steps_than_asked_for_is_told(tmp_path: Path, capsys
     assert report.steps == report.train_steps < 5_000
 
 
+def test_histories_are_what_each_learner_did_in_order(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"policy": "ars", "train_steps": 3_000, "seed": 3}
+    report = collect(PUSH, tmp_path / "a.hdf5", histories=3, steps=900, **options, **QUIET)
+    assert report.train_steps >= 9_000 and report.steps >= 900
+    go.convert(tmp_path / "a.hdf5", tmp_path / "a", quiet=True)
+    data = go.open_dataset(tmp_path / "a")
+    assert data.history_column == "learner" and data.histories is not None
+    assert np.unique(data.histories).tolist() == [0, 1, 2]
+    firsts = {data[e]["actions"].tobytes() for e in np.flatnonzero(np.diff(data.histories)) + 1}
+    assert len(firsts) == 2  # each has random numbers of its own
+    for number in range(3):
+        returns = data.returns[data.histories == number]
+        assert data.episodes.lengths[data.histories == number].sum() >= 300
+        third = len(returns) // 3
+        assert returns[-third:].mean() > returns[:third].mean()
+
+
 @pytest.mark.parametrize("policy", ["random", "ars"])
 def test_a_missed_gate_leaves_no_file(tmp_path: Path, policy: str) -> None:
     options: dict[str, Any] = {"train_steps": 500} if policy == "ars" else {}
@@ -187,6 +205,7 @@ def test_an_existing_file_is_refused_before_any_work(tmp_path: Path) -> None:
 USAGE: list[dict[str, Any]] = [
     *({"steps": 0}, {"processes": 0}, {"seed": -1}, {"gate": math.nan}, {"quality": "medium"}),
     *({"action_noise": noise} for noise in (-0.1, math.nan, math.inf)),
+    *({"histories": 2}, {"histories": 0, "policy": "ars"}),
     *({"policy": "ars", "quality": "best"}, {"policy": "no-such-policy"}, {"policy": "sb3:ppo"}),
 ]
 

@@ -20,6 +20,7 @@ from gear_offline.kernels.gather_gpu import GpuGather
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.runs.loop import TrainingInterrupted
+from tests.gpu_support import NEEDS_CUPY, NEEDS_GPU
 from tests.kernels_on_cpu import gpu_gather
 from tests.one_process import open_ranks, row_digests
 from tests.placement_support import FakeMemory
@@ -342,3 +343,25 @@ def test_histories_are_told_by_whole_numbers_that_stay(tmp_path: Path) -> None:
     go.convert(make(), tmp_path / "plain", quiet=True)
     with one_error("USAGE", "no histories"):
         go.Appender(tmp_path / "plain", history=1)
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@NEEDS_CUPY
+@pytest.mark.parametrize("where", ["hbm", "host", "auto"])
+def test_a_gpu_gathers_the_same_windows(data: Dataset, where: Any) -> None:
+    """From its memory, from the host's, from both; drawn there or by the host; filled in place."""
+    for strategy in ("uniform_steps", "shuffled_epochs", "d3rlpy"):
+        padding: Any = "left" if strategy == "d3rlpy" else "right"
+        options: dict[str, Any] = {"context_length": 40, "selection": strategy, "padding": padding}
+        budget = 9000 if where == "auto" else None
+        on_gpu = {"device": "cuda", "engine": "on", "placement": where, "hbm_budget": budget}
+        loader, expected = make_loader(data, **options, **on_gpu), make_loader(data, **options)
+        assert where != "auto" or "pinned host" in loader.engines[0].reason
+        static = loader.static_batch()
+        for _ in range(3):
+            batch = next(expected)
+            assert row_digests(next(loader).to("cpu")) == row_digests(batch)
+            static.prepare()
+            static.enqueue()
+            assert row_digests(static.batch.to("cpu")) == row_digests(batch)

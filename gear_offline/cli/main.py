@@ -93,6 +93,7 @@ def root(
     "convert d4rl:hopper-medium-v2 data/hopper",
     "convert mine.hdf5 data/mine --columns observations=obs,actions",
     "convert mine.hdf5 data/best --where 'return > 1000'",
+    "convert mine.hdf5 data/mine --histories learner",
 )
 def convert(
     source: str = Argument(
@@ -189,6 +190,7 @@ def collect(
     seed: int = Option(0, min=0, help="Random seed."),
     train_steps: int | None = Count(None, help="Environment steps of training the policy."),
     gate: float | None = Option(None, help="Mean return the policy must reach, else no file."),
+    histories: int | None = Count(None, help="Learners whose training by ars is recorded."),
     overwrite: Overwrite = False,
     as_json: Json = False,
     quiet: Quiet = False,

@@ -152,6 +152,8 @@ class CollectSettings(Section):
     """Steps of making the policy; an iteration of ARS is finished; null: the maker's own limit."""
     gate: float | None = None
     """Least mean return the best policy must have recorded; else nothing is written."""
+    histories: Positive | None = None
+    """With policy ars: so many learners, whose training is recorded, each a history."""
     seed: Seed = 0
     """Seed of the environments and of the policy's making."""
 

@@ -105,8 +105,11 @@ class Edits:
 
     def find_histories(self, source: Source) -> Edits:
         """Take the histories that a source has, unless others are named, or their column goes."""
-        name = source.info.attributes.get(HISTORIES)
-        is_kept = name in source.spec and (self.columns is None or name in self.columns)
+        facts = source.info.attributes
+        of_file = facts.get("attributes")
+        name = {**(of_file if isinstance(of_file, Mapping) else {}), **facts}.get(HISTORIES)
+        is_kept = isinstance(name, str) and name in source.spec
+        is_kept &= self.columns is None or name in self.columns
         return replace(self, histories=name) if self.histories is None and is_kept else self
 
     def name_columns(self, source: Source) -> Source:

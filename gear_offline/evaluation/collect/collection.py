@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count, repeat
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -20,6 +21,7 @@ from gear_offline.core.progress import Progress
 from gear_offline.core.system import usable_cores, versions
 from gear_offline.core.text import Document, count_text, say, short
 from gear_offline.core.types import Array
+from gear_offline.data.dataset.dataset import HISTORIES
 from gear_offline.data.dataset.schema import is_lost
 from gear_offline.data.export import Hdf5Writer, new_hdf5
 from gear_offline.errors import GearError, InputError, given_path
@@ -33,11 +35,14 @@ from gear_offline.evaluation.collect.policies import (
     train_with_library,
 )
 from gear_offline.evaluation.collect.record import (
+    LEARN,
+    LEARNER,
     RECORD,
     Crew,
     EpisodePlan,
     EpisodePolicy,
     episode_plan,
+    reset_seed,
 )
 from gear_offline.evaluation.environments import is_atari, say_version
 
@@ -46,6 +51,7 @@ PARALLEL_STEPS = 20_000  # below this many steps, starting processes costs more 
 MAX_PROCESSES = 16  # a training iteration has no more rollouts to share out
 NARROWED = ("observations", "next_observations", "rewards")  # float64 is stored as float32
 LIBRARY_STEPS = 100_000
+REPLAY = f"{ars.ALGORITHM}, training rollouts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +118,7 @@ def collect(
     seed: int = 0,
     train_steps: int | None = None,
     gate: float | None = None,
+    histories: int | None = None,
     overwrite: bool = False,
     quiet: bool = False,
 ) -> CollectReport:
@@ -151,6 +158,10 @@ def collect(
         result depend on the machine.
     gate
         Least mean return that the best maker must have recorded; else there is no file.
+    histories
+        With ``"ars"``, and no quality: learners that are trained, each by random streams of its own
+        and for `train_steps`.  Their rollouts are recorded, evenly spaced from each one's first to
+        its best policy, with the learner's number as the column ``learner``: its history.
     overwrite
         Replace `out`.
     quiet
@@ -161,8 +172,12 @@ def collect(
     CollectReport
         What is in the file, and who made it.
     """
-    arguments = {"policy": policy, "quality": quality, "steps": steps, "seed": seed}
-    text = json.dumps(arguments | {"train_steps": train_steps, "action_noise": action_noise})
+    arguments: dict[str, Any] = {"policy": policy, "quality": quality, "steps": steps, "seed": seed}
+    arguments |= {"train_steps": train_steps, "action_noise": action_noise, "histories": histories}
+    text = json.dumps(arguments)
+    if histories is not None and (policy != "ars" or quality is not None or exact_steps):
+        problem, remedy = "histories are what learners did", "use policy ars, and no quality"
+        raise InputError("USAGE", problem, "histories", f"{remedy}, of whole episodes")
     out, shares = given_path(out, "OUTPUT_WRITE", where="out"), quality_parts(policy, quality)
     environment_id: str = part_name(environment)
     admit([environment_id])
@@ -170,6 +185,7 @@ def collect(
         ("steps", steps, 1),
         ("processes", processes, 1),
         ("train_steps", train_steps, 1),
+        ("histories", histories, 1),
         ("action_noise", action_noise, 0.0),
         ("seed", seed, 0),
         ("gate", gate, -math.inf),
@@ -186,13 +202,20 @@ def collect(
         with Crew(environment_id, how, processes=processes or several) as crew:
             say_version(environment_id, quiet=quiet)
             source: ars.Training | EpisodePolicy
-            used, best = 0, None
+            used, best, learners = 0, None, list[ars.Training]()
             if "random" in shares:
                 source = RandomPolicy(crew.facts.low, crew.facts.high, crew.facts.choices)
             elif policy == "ars":
                 options = ars.options_for(environment_id, train_steps=train_steps)
-                source = ars.train(crew, options, seed, action_noise=action_noise, quiet=quiet)
-                used, best = source.steps, source.best.policy
+                seeds = [seed]
+                if histories is not None:
+                    seeds = [reset_seed(seed, LEARN, number) for number in range(histories)]
+                learners = [
+                    ars.train(crew, options, each, action_noise=action_noise, quiet=quiet)
+                    for each in seeds
+                ]
+                source = max(learners, key=lambda learner: learner.best.mean_return)
+                used, best = sum(each.steps for each in learners), source.best.policy
                 _check_gate(gate, source.best.mean_return, environment_id)
             elif policy == "play":
                 source = play_policy(environment_id, how)
@@ -200,9 +223,16 @@ def collect(
                 used = train_steps or LIBRARY_STEPS
                 say(f"train {policy} for {count_text(used, 'step')}", quiet=quiet)
                 source = train_with_library(policy, environment_id, how, steps=used, seed=seed)
-            makers = _makers(shares, source, steps, seed, action_noise)
+            makers, most = _makers(shares, source, steps, seed, action_noise), steps
+            if histories is not None:  # each to its end
+                plans = (
+                    replace(plan, learner=number)
+                    for number, learner in enumerate(learners)
+                    for plan in learner.replay(-(-steps // histories))
+                )
+                makers, most = [_Maker("replay", REPLAY, steps, 0.0, None, plans)], sys.maxsize
             with Progress(f"record {out.name}", total=steps, unit="steps", quiet=quiet) as progress:
-                _record(crew, writer, makers, steps, progress, exact=exact_steps)
+                _record(crew, writer, makers, most, progress, exact=exact_steps)
         report = CollectReport.of(
             [episode for maker in makers for episode in maker.recorded],
             path=out,
@@ -212,6 +242,8 @@ def collect(
         )
         _check_gate(gate, max(maker.mean_return for maker in report.makers), environment_id)
         options_used = {"env_options": json.dumps(how)} if how else {}
+        if histories is not None:
+            options_used[HISTORIES] = LEARNER
         facts = {"asked": text, **_attributes(report, seed), **options_used}
         writer.describe(facts, _metadata(makers, best))
     if report.steps < steps:  # only rollouts of a training come to an end
@@ -272,10 +304,8 @@ def _makers(
         maker_steps, policy = max(1, round(share * steps)), source
         if isinstance(policy, ars.Training):
             if name == "replay":
-                algorithm = f"{ars.ALGORITHM}, training rollouts"
-                makers.append(
-                    _Maker(name, algorithm, maker_steps, 0.0, None, policy.replay(maker_steps))
-                )
+                plans = policy.replay(maker_steps)
+                makers.append(_Maker(name, REPLAY, maker_steps, 0.0, None, plans))
                 continue
             policy = policy.at_level(LEVELS[name]).policy
         noise = 0.0 if name == "random" else action_noise

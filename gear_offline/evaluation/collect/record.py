@@ -36,7 +36,8 @@ from gear_offline.evaluation.environments import (
     simulator_data,
 )
 
-TRAIN, EVALUATE, RECORD = 1, 2, 3  # the first element of a stream's path: its purpose
+TRAIN, EVALUATE, RECORD, LEARN = 1, 2, 3, 4  # the first element of a stream's path: its purpose
+LEARNER = "learner"  # column: whose history a step is of
 
 
 def stream(seed: int, *path: int) -> np.random.Generator:
@@ -74,6 +75,7 @@ class EpisodePlan:
     # Deviation of Gaussian noise in half ranges of the action; of choices: share of random ones.
     action_noise: float = 0.0
     on_step: Callable[[float, Array], None] | None = None  # told the reward and the action
+    learner: int | None = None  # whose history the episode goes on
 
 
 def fields_of(rows: Array) -> dict[str, Array]:
@@ -97,6 +99,7 @@ class Episode:
     actions: Array  # (T, A) in the environment's dtype or (T,) int64, as they were applied
     rewards: Float64Array  # (T,)
     terminated: bool  # the environment ended it; False: a time limit did
+    learner: int | None  # of its plan
     infos: dict[str, Array]  # MuJoCo's ``qpos`` and ``qvel`` before each step, (T, ...) float32
 
     @property
@@ -128,6 +131,7 @@ class Episode:
             "terminals": last & self.terminated,
             "timeouts": last & (not self.terminated),
             **{f"infos/{name}": rows for name, rows in self.infos.items()},
+            **({} if self.learner is None else {LEARNER: np.full(self.steps, self.learner, "i4")}),
         }
 
 
@@ -180,6 +184,7 @@ class Player(Closing):
             actions=np.asarray(actions),
             rewards=np.asarray(rewards),
             terminated=terminated,
+            learner=plan.learner,
             infos={name: np.asarray(rows, np.float32) for name, rows in infos.items()},
         )
 
