@@ -106,6 +106,9 @@ def convert(
     columns: Any = Names(None, help="Columns to keep, NEW=OLD renames; default all."),
     discrete: Any = Names(None, help="Float columns to store as integers, e.g. actions."),
     rename: Any = Pairs(None, help="New names of columns; all others stay."),
+    reader: str | None = Option(
+        None, metavar="FILE.py:FUNCTION", help="Yields the episodes of a format of your own."
+    ),
     map: str | None = Option(
         None, metavar="FILE.py:FUNCTION", help="Changes columns of each episode."
     ),

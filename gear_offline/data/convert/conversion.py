@@ -56,6 +56,7 @@ from gear_offline.data.dataset.manifest import (
 from gear_offline.data.dataset.scores import known_scores
 from gear_offline.data.sources.base import Source
 from gear_offline.data.sources.edit import EpisodeFunction
+from gear_offline.data.sources.reader import EpisodeReader
 from gear_offline.errors import InputError, check_environment_id, given_path
 
 SHARD_BYTES = 256 << 20
@@ -77,6 +78,7 @@ def convert(
     columns: Sequence[str] | None = None,
     discrete: Sequence[str] = (),
     rename: Mapping[str, str] | None = None,
+    reader: str | EpisodeReader | None = None,
     map: str | EpisodeFunction | None = None,
     where: str | None = None,
     histories: str | None = None,
@@ -127,6 +129,9 @@ def convert(
     rename
         New name of columns, or of groups, by the old one; all others stay.  `columns` may have
         either name.
+    reader
+        Function that reads `source`, a file or folder of a format of your own, as in
+        `open_source`.
     map
         Function that gets an episode, column name to (T, *shape), and returns columns in place of
         those of their names, or more, T rows each and the same dtype and shape in every episode.
@@ -183,7 +188,11 @@ def convert(
     path = None if isinstance(source, Source) else source
     is_parallel = workers > 1 or ray is not None
     can_reopen = path is not None and isinstance(map, str | None)  # in any process
+    can_reopen &= isinstance(reader, str | None)
     _check_options(shard_bytes, block_bytes, workers, usable=can_reopen or not is_parallel)
+    if path is None and reader is not None:
+        problem, remedy = "a reader opens a path, not an open source", "give the path, or no reader"
+        raise InputError("USAGE", problem, remedy=remedy)
     if path is None and (rule or ends):
         problem, remedy = "rule and ends come too late", "give rule to from_arrays or open_source"
         raise InputError("USAGE", f"{problem} for an open source", remedy=remedy)
@@ -193,6 +202,7 @@ def convert(
         rule=rule if ends is None else "|".join(filter(None, [ends, rule])),
         shift=tuple((shift or {}).items()),
         function=map,
+        reader=reader,
         where=where,
         histories=histories,
         discrete=tuple(discrete),

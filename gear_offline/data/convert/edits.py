@@ -31,6 +31,7 @@ from gear_offline.data.sources.base import Source, SourceInfo
 from gear_offline.data.sources.columns import split_names
 from gear_offline.data.sources.combine import adapt_columns, pick_episodes, with_columns
 from gear_offline.data.sources.edit import (
+    MAPS,
     EpisodeFunction,
     episode_values,
     find_function,
@@ -40,6 +41,7 @@ from gear_offline.data.sources.edit import (
 )
 from gear_offline.data.sources.flags import PADDED
 from gear_offline.data.sources.flat import REQUIRED
+from gear_offline.data.sources.reader import EpisodeReader
 from gear_offline.errors import InputError
 
 MAX_WIDTH = 2 << 20  # numbers a step: the statistics of each take 90 bytes of a manifest
@@ -50,6 +52,7 @@ class Edits:
     """What a conversion makes of its source, in this order; a worker makes the same."""
 
     rule: str | None = None  # where episodes end; None: as the source says
+    reader: str | EpisodeReader | None = None  # of a format of the user's own, or its name
     columns: tuple[str, ...] | None = None  # to keep, by their new names; None: all
     names: tuple[tuple[str, str], ...] = ()  # the new one of columns, and what makes them
     rename: tuple[tuple[str, str], ...] = ()  # of those renamed by themselves: old, new
@@ -93,7 +96,8 @@ class Edits:
         groups = {*REQUIRED} if columns is None else {name.split("/")[0] for name in columns}
         # other columns may be named, or made, in place of observations
         partial = self.function is not None or REQUIRED[0] not in groups
-        return open_source(path, rule=self.rule, names=dict(self.names), partial=partial)
+        names, reader = dict(self.names), self.reader
+        return open_source(path, rule=self.rule, names=names, partial=partial, reader=reader)
 
     def name_hidden(self, source: Source) -> Edits:
         """Name the chosen columns that a source leaves out, or takes apart, unless asked for."""
@@ -156,7 +160,7 @@ class Edits:
         if self.function is None or not picked.spec.episodes:
             return picked
         numbers = np.arange(picked.spec.episodes) if numbers is None else numbers
-        return map_episodes(picked, find_function(self.function)[0], numbers.tolist())
+        return map_episodes(picked, find_function(self.function, MAPS)[0], numbers.tolist())
 
     def pick_columns(self, source: Source) -> tuple[ColumnSpec, ...]:
         """Return the columns to keep as they are stored."""
@@ -189,7 +193,7 @@ class Edits:
         notes = [f"rename {before} to {after}" for before, after in self.rename]
         notes += [f"shift {name} by {by}" for name, by in self.shift if by]
         if self.function is not None:
-            notes.append(f"map {find_function(self.function)[1]}")
+            notes.append(f"map {find_function(self.function, MAPS)[1]}")
         if self.where is not None:
             counts = info.attributes["picked"]  # 9 of 10 episodes
             notes.append(f"where {' '.join(self.where.split())}: {counts}")

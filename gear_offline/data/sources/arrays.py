@@ -6,7 +6,7 @@ Shape legend: N steps, E episodes, T steps of an episode.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -182,20 +182,25 @@ def from_arrays(
 
 
 def read_episodes(
-    episodes: Iterable[Mapping[str, Any]],
-) -> tuple[list[Columns], BoolArray, list[str]]:
-    """Return the columns of at least one episode, which terminated, and doubts about that."""
-    read = [read_episode(episode, f"episode {n}") for n, episode in enumerate(episodes)]
+    episodes: Iterable[Mapping[str, Any]], store: Callable[[Columns], Any] = dict
+) -> tuple[list[Any], BoolArray, list[str]]:
+    """Return what `store` makes of the columns of each of some episodes, by default themselves.
+
+    Also which terminated, (E,), and doubts about that.
+    """
+    read, ends = list[Any](), list[dict[str, bool]]()
+    for number, episode in enumerate(episodes):
+        arrays = read_episode(episode, f"episode {number}")
+        ends.append(end_flags(arrays, f"episode {number}"))
+        read.append(store({name: rows for name, rows in arrays.items() if rows.ndim}))
     if not read:
         raise misfit("there are no episodes", remedy="give at least one")
-    ends = [end_flags(arrays, f"episode {number}") for number, arrays in enumerate(read)]
     names = dict.fromkeys(name for flags in ends for name in flags)
     last = {name: np.array([flags.get(name, False) for flags in ends]) for name in names}
     terminated, notes = judge_ends(last, np.ones(len(read), np.int64), None, where="episodes")
     if names and (silent := sum(not flags for flags in ends)):
         notes.append(f"{count_text(silent, 'episode')} without a flag: truncated, it is taken")
-    columns = [{n: rows for n, rows in arrays.items() if rows.ndim} for arrays in read]
-    return columns, terminated, notes
+    return read, terminated, notes
 
 
 def end_flags(episode: Mapping[str, Any], where: str = "an episode") -> dict[str, bool]:

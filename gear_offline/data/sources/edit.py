@@ -84,18 +84,19 @@ def shift_source(source: Source, shift: Mapping[str, int]) -> Source:
     return source.derive(pieces, episodes=long, lengths=lengths[long] - most)
 
 
-def find_function(map: str | EpisodeFunction) -> tuple[EpisodeFunction, str]:
+def find_function(given: str | Callable[..., Any], kind: Kind) -> tuple[Callable[..., Any], str]:
     """Return the function that ``FILE.py:function`` or ``module:function`` names, and its origin.
 
     The origin has the digest of the file in which it stands.
     """
-    function, origin = map, ""
-    if isinstance(map, str):
-        admit([name := part_name(map)])
-        function, origin = find_part(MAPS, name), Path(map).name
+    function, origin = given, ""
+    if isinstance(given, str):
+        admit([name := part_name(given)])
+        function, origin = find_part(kind, name), Path(given).name
     if not callable(function):
-        remedy = "give FILE.py:function, module:function or, in Python, a function of an episode"
-        raise InputError("USAGE", f"a {type(map).__name__} is no function", f"map {map}", remedy)
+        remedy = "give FILE.py:function, module:function or, in Python, a function"
+        where = f"{kind.option} {given}"
+        raise InputError("USAGE", f"a {type(given).__name__} is no function", where, remedy)
     qualname = getattr(function, "__qualname__", type(function).__name__)
     origin = origin or f"{function.__module__}:{qualname}"
     with suppress(OSError, TypeError):  # typed at a prompt, or not written in Python

@@ -12,7 +12,7 @@ from gear_offline.config.arguments import check_arguments
 from gear_offline.core.hub import fetch, is_hub
 from gear_offline.data.dataset.scores import dataset_file, dataset_of_file
 from gear_offline.data.sources.base import Source, SourceRequest
-from gear_offline.data.sources.combine import adapt_columns
+from gear_offline.data.sources.combine import adapt_columns, with_columns
 from gear_offline.data.sources.folders import open_folder
 from gear_offline.data.sources.formats import (
     FILE_FORMATS,
@@ -22,6 +22,7 @@ from gear_offline.data.sources.formats import (
     list_formats,
     open_format,
 )
+from gear_offline.data.sources.reader import EpisodeReader, open_by_reader
 from gear_offline.errors import InputError, given_path
 
 
@@ -32,6 +33,7 @@ def open_source(
     rule: str | None = None,
     names: Mapping[str, str] | None = None,
     partial: bool = False,
+    reader: str | EpisodeReader | None = None,
 ) -> Source:
     """Open a dataset of another format for reading.
 
@@ -48,6 +50,10 @@ def open_source(
         side by side: ``{"observations": "observations/position + observations/goal"}``.
     partial
         Take a source without observations or actions: they are made of its other columns.
+    reader
+        Function that gets the path and yields episodes, as `from_episodes` takes them; as text
+        ``FILE.py:function``, ``module:function`` or the entry point of a package
+        (``gear_offline.readers``).  Memory holds one episode; they wait in temporary files.
 
     Returns
     -------
@@ -75,6 +81,11 @@ def open_source(
         remedy = "make a source of it: go.from_arrays(columns), go.from_episodes(episodes)"
         raise InputError("SOURCE_READ", f"a {type(uri).__name__} is not a path", "", remedy)
     path = given_path(uri, "SOURCE_READ", where="uri")
+    if reader is not None:
+        if not path.exists():
+            raise InputError("SOURCE_READ", "no such file", str(path), "check the path")
+        request = SourceRequest(path.name, rule, names, partial=partial)
+        return adapt_columns(with_columns(open_by_reader(reader, path, request), names))
     scheme, name, key = _split(uri) if isinstance(uri, str) else ("", "", None)
     if scheme:
         path = SCHEMES[scheme](name)

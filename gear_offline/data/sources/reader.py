@@ -1,0 +1,123 @@
+"""Files that a function of the user's reads, of formats that nobody else knows.
+
+A reader gets the path and yields episodes, as `gear_offline.from_episodes` takes them.  They wait
+in temporary files, a column each, so memory holds one episode.  The manifest has the digests of
+the files that were read and of the file in which the reader stands.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gear_offline.core.parts import Kind
+from gear_offline.core.text import first_line
+from gear_offline.core.types import Array
+from gear_offline.data.sources.arrays import SAME, Columns, read_episodes
+from gear_offline.data.sources.base import Piece, Source, SourceInfo, SourceRequest
+from gear_offline.data.sources.columns import Kinds, common_columns, row_kinds
+from gear_offline.data.sources.edit import find_function
+from gear_offline.data.sources.input_files import InputFile, misfit
+from gear_offline.errors import GearError, InputError
+
+READERS = Kind(noun="reader", group="readers", option="reader", code="USAGE", own={})
+REMEDY = "yield a dict of columns for each episode, as go.from_episodes takes them"
+
+EpisodeReader = Callable[[Path], Iterable[Mapping[str, Any]]]
+
+
+def open_by_reader(reader: str | EpisodeReader, path: Path, request: SourceRequest) -> Source:
+    """Open a file or folder by a reader, or ``FILE.py:function`` that names one."""
+    if request.rule:
+        problem, remedy = "rule and ends are not for a reader", "yield whole episodes and a flag"
+        raise InputError("USAGE", problem, remedy=f"{remedy}, such as terminated")
+    function, origin = find_function(reader, READERS)
+    paths = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    files = tuple(InputFile.find(file) for file in paths)
+    spool = _Spool()
+    try:
+        episodes = _call(function, path)
+        lengths, terminated, notes = read_episodes(episodes, store=spool.add)
+        info = SourceInfo(
+            uri=request.uri,
+            format="reader",
+            rule="episodes",
+            files=files,
+            attributes={"reader": origin},
+        )
+        source = _Spooled(spool, lengths, terminated, info)
+    except BaseException:
+        spool.close()
+        raise
+    source.warn(*notes)
+    return source
+
+
+def _call(reader: EpisodeReader, path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield what a reader yields; whatever it raises becomes one error."""
+    count = 0
+    try:
+        for episode in reader(path):
+            yield episode
+            count += 1
+    except GearError:
+        raise
+    except Exception as error:  # whatever a user's function raises
+        problem = f"the reader raised {type(error).__name__}: {first_line(error)}"
+        where = f"{path.name}, after {count:,} episodes"
+        raise InputError("USAGE", problem, where, f"{REMEDY}; see --debug") from error
+    if not count:
+        raise misfit("the reader yielded no episode", path, REMEDY)
+
+
+class _Spool:
+    """Columns of episodes that came one after the other, in temporary files."""
+
+    def __init__(self) -> None:
+        self.kinds: Kinds = {}
+        self._files: dict[str, Any] = {}
+        self._count = 0
+        self._stack = ExitStack()
+
+    def add(self, columns: Columns) -> int:
+        """Append an episode; return its steps."""
+        kinds = row_kinds(columns)
+        if not self._files:
+            self.kinds = kinds
+            for name in kinds:
+                file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the stack
+                self._files[name] = self._stack.enter_context(file)
+        tables = [("episode 0", self.kinds), (f"episode {self._count}", kinds)]
+        common_columns(tables, remedy=SAME)
+        for name, rows in columns.items():
+            np.ascontiguousarray(rows, self.kinds[name][0]).tofile(self._files[name])
+        self._count += 1
+        return len(next(iter(columns.values())))
+
+    def read(self, name: str, start: int, stop: int) -> Array:
+        dtype, shape = self.kinds[name]
+        offset = start * prod(shape) * dtype.itemsize
+        # of its own, since other threads may read the same file
+        rows = np.memmap(self._files[name], dtype, "r", offset, (stop - start, *shape))
+        return np.array(rows)
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+class _Spooled(Source):
+    """Episodes in temporary files, which go when it is closed."""
+
+    def __init__(self, spool: _Spool, lengths: list[int], terminated: Array, info: SourceInfo):
+        piece = Piece(read=spool.read, steps=sum(lengths))
+        super().__init__([piece], spool.kinds, lengths=lengths, terminated=terminated, info=info)
+        self._spool = spool
+
+    def close(self) -> None:
+        self._spool.close()
