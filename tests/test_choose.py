@@ -12,6 +12,7 @@ import gear_offline as go
 from gear_offline.cli.main import main
 from gear_offline.data.convert.conversion import convert
 from gear_offline.runs.report import write_report
+from tests.gpu_support import ON_GPU
 from tests.support import ArraySource, Captured, make_dataset, one_error
 
 pytestmark = pytest.mark.usefixtures("no_reports")
@@ -143,7 +144,10 @@ def test_equal_policies_are_not_told_apart(tmp_path: Path, runs: dict[str, Path]
     assert choice.policies[0].estimate == choice.policies[1].estimate
 
 
-def test_targets_of_one_run_are_played_as_the_loader_shows_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_targets_of_one_run_are_played_as_the_loader_shows_them(
+    tmp_path: Path, device: str
+) -> None:
     """What a policy does in the data's own histories is what its model says of the windows."""
     rng = np.random.default_rng(0)
     columns: dict[str, Any] = {
@@ -157,7 +161,7 @@ def test_targets_of_one_run_are_played_as_the_loader_shows_them(tmp_path: Path) 
         "train.device": "cpu", "loader.context_length": 4,
     }  # fmt: skip
     run = go.train("smoke", options, out=tmp_path / "run", quiet=True)
-    choice = go.choose([run], targets=[5.0, 1.0], steps=20, critics=2, device="cpu")
+    choice = go.choose([run], targets=[5.0, 1.0], steps=20, critics=2, device=device)
     assert {row.target for row in choice.policies} == {5.0, 1.0}
     totals = [columns["rewards"][a:b].sum() for a, b in ((0, 12), (12, 21), (21, 40))]
     best = int(np.argmax(totals))

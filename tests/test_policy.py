@@ -70,6 +70,23 @@ def act(policy: Policy) -> np.ndarray[Any, Any]:
     return np.array(actions)
 
 
+@pytest.mark.parametrize("name", ["normalised", "one step"])
+def test_episodes_that_are_there_are_acted_in_as_step_by_step(name: str) -> None:
+    policy, rng, lengths = policy_of(name), np.random.default_rng(0), (3, STEPS, 1, 12)
+    count, starts = sum(lengths), np.cumsum([0, *lengths[:-1]])
+    seen = rng.normal(size=(count, STATES)).astype(np.float32)
+    actions = rng.integers(0, ACTIONS, count) if policy.discrete else rng.normal(size=(count, 3))
+    rewards, targets, expected = rng.normal(size=count), np.zeros(count), list[Any]()
+    for start, length in zip(starts.tolist(), lengths, strict=True):
+        policy.reset(5.0)
+        for row in range(start, start + length):
+            targets[row] = policy.targets[0]
+            expected.append(policy.act(seen[row : row + 1])[0])
+            policy.observe_reward(rewards[row : row + 1], actions=actions[row : row + 1])
+    found = policy.act_in_episodes(seen, actions, targets, starts)
+    np.testing.assert_allclose(found, np.array(expected), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("around", [float64, meta])
 def test_a_caller_s_torch_changes_no_action(around: Any, tmp_path: Path) -> None:
     policy = policy_of("normalised")

@@ -53,7 +53,7 @@ SHORTEST, LONGEST = 5, 100  # steps of the horizon, 1 / (1 - gamma)
 FEWEST = 200  # steps of critics, below which they cannot have come to rest
 # of an estimate in the last third of the steps: in its distance from the data's own, and at least
 # in ranges of the data's returns
-MOVED, LEAST_MOVED = 0.1, 0.01
+MOVED, LEAST_MOVED = 0.2, 0.01
 
 Candidate = tuple[Path, TrainedModel, float | None]  # with what it is asked for
 
@@ -352,7 +352,7 @@ def _why_unfinished(before: Float64Array, after: Float64Array, spread: float, st
         return ""
     text = f"after {count_text(steps, 'step')} critics have not come to rest: in the last third "
     text += f"an estimate moved by {short(float(gaps[1]))} against that of the data's own mean"
-    return f"{text}; give more steps"
+    return f"{text}; see if the answer stays with more steps"
 
 
 def _validation_loss(trained: TrainedModel) -> float | None:
