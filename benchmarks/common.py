@@ -94,8 +94,12 @@ def write_rows(
     actions: int,
     episode_steps: int,
     shard_bytes: int,
+    histories: int | None = None,
 ) -> None:
-    """Write a dataset of random observations of a shape and dtype, out of a small pool."""
+    """Write a dataset of random observations of a shape and dtype, out of a small pool.
+
+    Its episodes are those of so many histories, one after the other.
+    """
     pool = np.random.default_rng(0).integers(0, 100, 8 << 20, np.uint8)
     ends = np.zeros(steps, bool)
     ends[episode_steps - 1 :: episode_steps] = ends[-1] = True
@@ -106,8 +110,12 @@ def write_rows(
         "terminals": ends,
         "timeouts": np.zeros(steps, bool),
     }
-    kept = ["observations", "actions", "rewards"]
-    convert(from_arrays(columns), path, columns=kept, shard_bytes=shard_bytes, quiet=True)
+    kept, more = ["observations", "actions", "rewards"], dict[str, Any]()
+    if histories is not None:
+        episodes = np.cumsum(np.append(False, ends[:-1]))
+        columns["history"] = (episodes * histories // (episodes[-1] + 1)).astype(np.int32)
+        more["histories"] = "history"
+    convert(from_arrays(columns), path, columns=kept, shard_bytes=shard_bytes, quiet=True, **more)
 
 
 def need_cuda() -> None:

@@ -39,7 +39,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
     with open_world(device) as world:
         rows = _windows(device, world, quick=quick)
         if world.size == 1:
-            rows += _small_batches(quick=quick)
+            rows += _small_batches(quick=quick) + _histories(quick=quick)
     return {"gpus": world.size, "results": rows}
 
 
@@ -107,6 +107,28 @@ def _small_batches(*, quick: bool) -> list[dict[str, Any]]:
                 {"what": f"{strategy}, B=64, {tier}, in a graph", "microseconds": seconds * 1e6}
             )
             loader.close()
+    return rows
+
+
+def _histories(*, quick: bool) -> list[dict[str, Any]]:
+    """Windows over the ends of episodes of 20 steps: one GiB of them, and one batch of 64."""
+    rows, row_bytes = list[dict[str, Any]](), 4 * (11 + 3 + 2) + 8  # and timesteps, a column here
+    with tempfile.TemporaryDirectory(prefix="gear-benchmark-") as folder:
+        path, steps = Path(folder) / "dataset", ((1 << 28) if quick else (1 << 30)) // row_bytes
+        sizes: Any = {"actions": 3, "episode_steps": 20, "shard_bytes": 64 << 20, "histories": 64}
+        write_rows(path, steps, (11,), **sizes)
+        for tier in ("host", "hbm"):
+            for span in (1024, 4096):
+                size = span * row_bytes
+                for count in (LAUNCH_BYTES // size, 64):
+                    options: Any = {"batch_size": count, "context_length": span, "span": "history"}
+                    options |= {"device": "cuda", "engine": "on", "placement": tier}
+                    with GearLoader(path, **options) as loader:
+                        seconds = gpu_seconds(loader.static_batch().enqueue)
+                    what, rate = f"history, K={span:,}, B={count:,}, {tier}", count * size / seconds
+                    rows.append({"what": what, "gigabytes_per_second": rate / 1e9})
+                    del loader
+                    torch.cuda.empty_cache()
     return rows
 
 

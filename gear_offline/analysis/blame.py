@@ -159,6 +159,8 @@ def blame(
     recipe = opened.recipe
     if recipe.data.admit_every is not None:
         raise _unknown(opened, "the data grew while the run trained")
+    if recipe.loader.span == "history":
+        raise _unknown(opened, "a window goes over several episodes")
     batches, past = find_batches(opened, first, last), list_batches(recipe, 0, first)
     last = min(last, recipe.train.batch_of(recipe.train.steps - 1))
     ordinary = list_batches(recipe, max(0, first - len(batches)), first)
@@ -207,7 +209,7 @@ def blame(
 
 
 def _unknown(run: Run, problem: str) -> InputError:
-    remedy = "only batches of fixed data and of strategies that do not learn can be told"
+    remedy = "only windows of one episode, of fixed data and strategies that do not learn, tell"
     return InputError("SELECTION", problem, str(run.path), remedy)
 
 

@@ -408,7 +408,7 @@ class LoaderSettings(Section):
     extra_columns: Names = ()
     """Further columns in batch.extras; next_states, terminated and has_next are computed."""
     span: Span = "episode"
-    """What a segment may reach to the end of; history: of episodes that go on, in the data."""
+    """The end of a segment: its episode's; history: that of the episodes that go on behind it."""
     padding: Literal["right", "left"] = "right"
     """Side on which segments shorter than K are filled up."""
     condition: Condition = "return"
