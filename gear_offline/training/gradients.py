@@ -22,10 +22,9 @@ from gear_offline.loaders.feedback import SegmentFeedback
 from gear_offline.models.base import Losses, SequenceModel, blocks_of, total_loss
 from gear_offline.models.loss import mean_loss, segment_losses
 from gear_offline.training.parallel import ALONE, Parallel
+from gear_offline.training.row_sums import compile_options
 
 BLOCKWISE_FROM = 6  # blocks: compiled one by one they take seconds, as a whole a minute
-# small kernels that do not depend on each other become one: a third fewer launches a step
-COMPILE: dict[str, Any] = {"combo_kernels": True}
 
 
 class GradientPass:
@@ -75,7 +74,7 @@ class GradientPass:
         self._forward: Callable[..., Any] = self._wrapped
         self._loss: Callable[..., tuple[Tensor, Tensor | None]] = self._rank_loss
         if whole and parallel.kind == "alone" and feedback is None:
-            self._loss = torch.compile(self._rank_loss, dynamic=False, options=COMPILE)
+            self._loss = torch.compile(self._rank_loss, dynamic=False, options=compile_options())
         elif whole:
             self._forward = torch.compile(self._wrapped, dynamic=False)
         self._without_warnings = parallel.sharded or fixed_buckets

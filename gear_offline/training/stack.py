@@ -25,9 +25,9 @@ from gear_offline.models.base import ModelSizes
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.stacked import MappedModels, StackedModels
 from gear_offline.training.cost import is_compiled
-from gear_offline.training.gradients import COMPILE
 from gear_offline.training.graph import RunPart, capture, warm_up
 from gear_offline.training.learner import Learner
+from gear_offline.training.row_sums import compile_options
 from gear_offline.training.step import EagerStep, GraphStep, Step
 
 Losses = list[tuple[Tensor, Tensor | None]]  # of each learner the sum, and each of several
@@ -91,7 +91,9 @@ class Stack(Step):
         )
         self._losses: Callable[[Batch], Tensor] = self._models.losses
         if is_compiled(first.recipe.train) and first.device.type == "cuda":
-            self._losses = torch.compile(self._models.losses, dynamic=False, options=COMPILE)
+            self._losses = torch.compile(
+                self._models.losses, dynamic=False, options=compile_options()
+            )
         self._is_captured = all(learner.is_captured for learner in learners)
         self._captured: CapturedStack | None = None
 
