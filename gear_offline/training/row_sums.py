@@ -90,7 +90,7 @@ class _Finder:
         sums = [node for node in graph.nodes if node.target == aten.sum.dim_IntList]
         operands = [(node, *pair) for node in products if (pair := self._operands(node))]
         columns = [(node, *pair) for node in sums if (pair := self._columns(node))]
-        plain = {}
+        plain: dict[Node, list[Node]] = {}
         for node in sums:
             plain.setdefault(_root(node.args[0]), []).append(node)
         inputs = {tensor for _, *pair in (*operands, *columns) for tensor in pair}
@@ -174,9 +174,8 @@ class _Finder:
     ) -> None:
         if len(self.tensors) + 4 > MOST_TENSORS:
             return
-        numbers = [self._number(tensor) for tensor in (left, right)]
-        places = [self._reserve(each) for each in (node, sums)]
-        self.jobs.append(Job(is_product, *numbers, groups, swapped, *places))
+        job = (is_product, self._number(left), self._number(right), groups, swapped)
+        self.jobs.append(Job(*job, self._reserve(node), self._reserve(sums)))
 
     def _number(self, tensor: Node) -> int:
         if tensor not in self.tensors:
