@@ -73,10 +73,11 @@ class GradientPass:
                 )
         self._forward: Callable[..., Any] = self._wrapped
         self._loss: Callable[..., tuple[Tensor, Tensor | None]] = self._rank_loss
-        if whole and parallel.kind == "alone" and feedback is None:
-            self._loss = torch.compile(self._rank_loss, dynamic=False, options=compile_options())
+        options = compile_options() if whole and parallel.kind == "alone" else None
+        if options and feedback is None:
+            self._loss = torch.compile(self._rank_loss, dynamic=False, options=options)
         elif whole:
-            self._forward = torch.compile(self._wrapped, dynamic=False)
+            self._forward = torch.compile(self._wrapped, dynamic=False, options=options)
         self._without_warnings = parallel.sharded or fixed_buckets
 
     @property
