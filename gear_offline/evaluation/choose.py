@@ -32,7 +32,7 @@ from gear_offline.core.files import check_new_file
 from gear_offline.core.progress import Progress
 from gear_offline.core.text import count_text, short
 from gear_offline.core.torch_state import torch_threads
-from gear_offline.core.types import BoolArray, Float64Array, Int64Array
+from gear_offline.core.types import Array, BoolArray, Int64Array
 from gear_offline.data.dataset.dataset import Dataset, open_dataset
 from gear_offline.data.dataset.split import HeldOut, digest_episodes
 from gear_offline.distributed.world import resolve_device
@@ -188,17 +188,22 @@ def _judge(
     actions = np.stack([encode(each[record.rows]) for each in done])  # (1 + P, N, A)
     following = np.stack([encode(each[record.rows + 1]) for each in done])
     firsts = record.offsets[:-1]
-    fit: Any = {"gamma": gamma, "critics": critics, "steps": steps, "seed": seed, "device": device}
     with Progress("fitting critics", total=steps, quiet=quiet) as bar:
-        asked = transitions.states[firsts], actions[:, firsts]
-        fit |= {"on_step": partial(bar.advance, 1)}
-        before, estimates = fit_critics(transitions, following, *asked, **fit)  # (1 + P, C, E)
+        before, estimates = fit_critics(  # (1 + P, C, E)
+            transitions,
+            following,
+            transitions.states[firsts],
+            actions[:, firsts],
+            gamma=gamma,
+            critics=critics,
+            steps=steps,
+            seed=seed,
+            device=device,
+            on_step=partial(bar.advance, 1),
+        )
     returns = transitions.returns[firsts].astype(np.float64)
     unseen, notes = _unseen_episodes(trained, dataset, sample)
-    if moved := _why_unfinished(
-        before.mean((1, 2)), estimates.mean((1, 2)), float(np.ptp(returns)), steps
-    ):
-        notes.append(moved)
+    notes += _note_movement(before, estimates, float(np.ptp(returns)), steps)
     outside = shares_outside(transitions, actions[1:], seed)
     errors = action_errors(transitions, actions[1:], record, unseen, discrete=discrete)
     rows = list[JudgedPolicy]()
@@ -340,19 +345,19 @@ def check_judged(trained: TrainedModel, dataset: TableData, path: Path) -> None:
         raise InputError("COLUMN", problem, str(dataset.path), remedy)
 
 
-def _why_unfinished(before: Float64Array, after: Float64Array, spread: float, steps: int) -> str:
-    """Return a note if critics would say something else after more steps, or an empty text.
+def _note_movement(before: Array, after: Array, spread: float, steps: int) -> list[str]:
+    """Return a note if critics would say something else after more steps.
 
-    `before` and `after` are estimates (1 + P,) of two thirds and all of the steps, the data's
+    `before` and `after` are estimates (1 + P, C, E) of two thirds and all of the steps, the data's
     first; `spread` is the range of the data's returns.
     """
-    gaps = [np.abs(values[1:] - values[0]).max() for values in (after, after - before)]
-    limit = max(MOVED * gaps[0], LEAST_MOVED * spread)
-    if steps >= FEWEST and gaps[1] <= limit:
-        return ""
+    means = after.mean((1, 2)), (after - before).mean((1, 2))
+    gaps = [float(np.abs(values[1:] - values[0]).max()) for values in means]
+    if steps >= FEWEST and gaps[1] <= max(MOVED * gaps[0], LEAST_MOVED * spread):
+        return []
     text = f"after {count_text(steps, 'step')} critics have not come to rest: in the last third "
-    text += f"an estimate moved by {short(float(gaps[1]))} against that of the data's own mean"
-    return f"{text}; see if the answer stays with more steps"
+    text += f"an estimate moved by {short(gaps[1])} against that of the data's own mean"
+    return [f"{text}; see if the answer stays with more steps"]
 
 
 def _validation_loss(trained: TrainedModel) -> float | None:
