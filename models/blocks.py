@@ -18,6 +18,7 @@ from gear_offline.models.eight_bit import eight_bit_linear
 from gear_offline.models.narrow import compute_dtype
 from gear_offline.models.transformer_config import ACTIVATIONS, TransformerConfig
 
+ROTARY_BASE = 10_000.0  # the paper's
 WIDE = 256  # of the hidden size: below it matrix products are too small to gain
 
 # Tokens to go on with: the same ones in every window, or one in each, (B,) int64.
@@ -32,6 +33,24 @@ def take(hidden: Tensor, keep: Keep | None) -> Tensor:
         return hidden[:, keep].contiguous()
     index = keep.view(-1, 1, 1).expand(-1, 1, hidden.shape[-1])
     return hidden.gather(1, index)
+
+
+def rotate(packed: Tensor, heads: int) -> Tensor:
+    """Turn queries and keys, packed with values (B, T, 3H), by their places: rotary embedding.
+
+    Pairs of their elements are turned by angles in proportion to the place (Su et al. 2021,
+    arXiv:2104.09864), so that attention knows how far tokens are apart, and no more.
+    """
+    grouped = packed.view(*packed.shape[:2], 3, heads, -1)  # (B, T, 3, N, D)
+    turned, values = grouped[:, :, :2].float(), grouped[:, :, 2:]
+    half = grouped.shape[-1] // 2
+    rates = ROTARY_BASE ** (torch.arange(half, device=packed.device) / -half)
+    places = torch.arange(packed.shape[1], device=packed.device)
+    angles = (places[:, None] * rates)[:, None, None]  # (T, 1, 1, D / 2)
+    first, second = turned.chunk(2, -1)
+    cosine, sine = angles.cos(), angles.sin()
+    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
+    return torch.cat((turned.to(packed.dtype), values), 2).view_as(packed)
 
 
 def attend(
@@ -162,6 +181,7 @@ class Block(nn.Module):
     def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__()
         self.attention_dropout, self.residual_dropout = config.attn_pdrop, config.resid_pdrop
+        self.rotates = config.position == "rotary"
         self.ln_1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.attn = Attention(config, layer)
         self.ln_2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
@@ -210,6 +230,7 @@ class Block(nn.Module):
         batch, tokens, width = hidden.shape
         heads, scale = self.attn.num_heads, self.attn.scaling
         packed = self._map(self.attn.c_attn, self.ln_1(hidden))
+        packed = rotate(packed, heads) if self.rotates else packed
         dropout = self.attention_dropout if self.training else 0.0
         if (
             mask is None

@@ -520,6 +520,11 @@ def config_of(facts: ModelFacts, settings: TransformerSettings) -> TransformerCo
     ours["context_length"] = facts.context_length
     if settings.is_stochastic:
         ours["stochastic_policy"] = True
+    if settings.position == "rotary":
+        ours["position"] = "rotary"
+        if hidden // settings.heads % 2:
+            problem = f"rotary positions turn pairs, heads have {hidden // settings.heads} elements"
+            raise InputError("MODEL", problem, "model.position", "use an even width of a head")
     if len(columns) > 1:
         ours["observations"] = tuple(columns)
     elif framed:  # files of models of vectors stay as they were

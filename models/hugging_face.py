@@ -94,5 +94,8 @@ class Released(SequenceModel):
 
 
 def _released_config(config: TransformerConfig) -> DecisionTransformerConfig:
+    if config.position != "none":
+        problem, remedy = f"the released class has no {config.position} positions", "use none"
+        raise InputError("MODEL", problem, "model.position", remedy)
     keys = {name: value for name, value in config.to_dict().items() if name not in RELEASED}
     return DecisionTransformerConfig(**keys)  # from_dict builds the defaults too, and warns of them

@@ -22,6 +22,7 @@ ACTIVATIONS: dict[str, Any] = {
     "swish": nn.SiLU,
     "tanh": nn.Tanh,
 }
+OURS = {"architectures": ["DecisionTransformer"], "model_type": "gear_offline"}
 RELEASED = {"architectures": ["DecisionTransformerModel"], "model_type": "decision_transformer"}
 
 
@@ -33,7 +34,8 @@ class TransformerConfig(BaseModel):
     logits.  ``context_length``: K of the training windows.  ``goals``: asked for states in place
     of returns.  ``stochastic_policy``: see `gear_offline.models.gaussian`.  ``frame_encoder``,
     ``frame_shape``, ``frame_dtype``, ``frame_stack``: of frames.  ``observations``: the columns of
-    several.  ``tasks``: see `gear_offline.models.multitask`.
+    several.  ``tasks``: see `gear_offline.models.multitask`.  ``position``: of tokens in the
+    window; a file of a model with one names another class, as that one would ignore it.
     """
 
     # not frozen: the Trainer of transformers sets `use_cache`
@@ -67,6 +69,7 @@ class TransformerConfig(BaseModel):
     context_length: Annotated[int, Field(ge=1, le=65_536)] = 20
     goals: bool = False
     stochastic_policy: bool = False
+    position: Literal["none", "rotary"] = "none"
     frame_encoder: Literal["none", "cnn", "patch"] = "none"
     frame_shape: Annotated[tuple[Size, ...], Field(min_length=2, max_length=3)] | tuple[()] = ()
     frame_dtype: Literal["uint8", "float32"] = "uint8"
@@ -79,6 +82,8 @@ class TransformerConfig(BaseModel):
     def _check(self) -> Self:
         if self.hidden_size % self.n_head:
             raise ValueError("n_head does not divide hidden_size")
+        if self.position == "rotary" and self.hidden_size // self.n_head % 2:
+            raise ValueError("rotary positions turn pairs: hidden_size / n_head must be even")
         if self.activation_function not in ACTIVATIONS:
             names = ", ".join(ACTIVATIONS)
             raise ValueError(f"activation_function is none of {names}")
@@ -106,7 +111,8 @@ class TransformerConfig(BaseModel):
     def to_dict(self) -> dict[str, Any]:
         """Return the keys of a ``config.json``; those of ours only where they were set."""
         released = self.model_dump(mode="json", include=RELEASED_KEYS)
-        return RELEASED | released | self.model_dump(mode="json", exclude_unset=True)
+        names = OURS if self.position == "rotary" else RELEASED
+        return names | released | self.model_dump(mode="json", exclude_unset=True)
 
     def to_json_string(self) -> str:
         """Return the text of a ``config.json``."""

@@ -491,6 +491,8 @@ class TransformerSettings(ModelSettings):
     """Squash predicted actions into [-1, 1]; auto: where the data lie in it."""
     policy: Literal["deterministic", "gaussian"] = "deterministic"
     """gaussian: a stochastic one that explores, as of the Online Decision Transformer."""
+    position: Literal["none", "rotary"] = "none"
+    """Place in the window, besides the timestep: rotary: what lies between two tokens counts."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     """Attention implementation."""
     encoder: Literal["auto", "none", "cnn", "patch"] = "auto"

@@ -55,6 +55,7 @@ def why_not_stacked(recipe: Recipe, sizes: ModelSizes, *, learns: bool) -> str |
         "steps run on a bfloat16 copy of the weights (train.weights)": train.weights != "fp32",
         "products are in 8 bits (train.precision)": train.precision == "fp8",
         "windows are padded on the left (loader.padding)": loader.padding != "right",
+        "positions are rotary (model.position)": getattr(model, "position", "none") != "none",
         "the policy is stochastic (model.policy)": is_transformer and model.is_stochastic,
         "their selection learns from losses": learns,
         "the model has several tasks": sizes.tasks,
