@@ -85,7 +85,9 @@ def backend(rewrite: Callable[[torch.fx.Graph], None]) -> Any:
     )
 
 
-def step_gradients(kind: str, count: int, rewrite: Callable[[torch.fx.Graph], None]) -> Any:
+def step_gradients(
+    kind: str, count: int, rewrite: Callable[[torch.fx.Graph], None], *, recompute: bool = False
+) -> Any:
     """Return the gradients of one compiled step with bfloat16 products, of some models."""
     options = ("model.dropout=0", "model.hidden_size=32", "model.layers=1")
     recipe = load_recipe("paper", ("data.path=unused", f"model.kind={kind}", *options))
@@ -98,6 +100,8 @@ def step_gradients(kind: str, count: int, rewrite: Callable[[torch.fx.Graph], No
     torch.compiler.reset()
     if count == 1:
         model = models[0]
+        if recompute:
+            model.recompute()
         step = GradientPass(Losses(model), World(), precision=torch.bfloat16)
         step._loss = compiled(step._rank_loss)
         step(batch)
@@ -114,6 +118,7 @@ def step_gradients(kind: str, count: int, rewrite: Callable[[torch.fx.Graph], No
     ("kind", "count", "products"),
     [
         ("decision_transformer", 1, 5),
+        ("recomputed", 1, 5),
         ("decision_transformer", 3, 6),
         ("decoupled", 1, 7),
         ("mlp", 2, 2),
@@ -134,8 +139,10 @@ def test_gradients_are_those_of_the_unchanged_graph(
             if node.target == torch.ops.gear_offline.row_products.default
         )
 
-    expected = step_gradients(kind, count, lambda graph: None)
-    gradients = step_gradients(kind, count, rewrite)
+    recompute = kind == "recomputed"
+    kind = "decision_transformer" if recompute else kind
+    expected = step_gradients(kind, count, lambda graph: None, recompute=recompute)
+    gradients = step_gradients(kind, count, rewrite, recompute=recompute)
     assert found == [products]
     assert list(gradients) == list(expected)
     for name, gradient in gradients.items():

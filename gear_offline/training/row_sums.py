@@ -154,6 +154,7 @@ def _scaled(node: Node) -> tuple[Node, Node] | None:
             continue
         left, right = _root(left), _root(right)
         fits = right.target in (*PRODUCTS, aten.addmm.default)  # else it need not be in memory
+        fits = fits and _value(left).is_contiguous() and _value(right).is_contiguous()
         if fits and _value(left).dtype == torch.float32 and _value(left).shape[-1] % LOADED == 0:
             return left, right
     return None
@@ -217,8 +218,13 @@ def _is_static(node: Node) -> bool:
 
 
 def _root(node: Node) -> Node:
-    """Return the tensor that a node shows in another shape, or widened to float32."""
+    """Return the tensor that a node shows in another shape, or widened to float32.
+
+    A copy of a part of a tensor is one: the part's rows do not lie one after another.
+    """
     while node.target in (*VIEWS, convert) and _is_static(node.args[0]):
+        if not _value(node.args[0]).is_contiguous():
+            break
         value, source = _value(node), _value(node.args[0])
         is_widened = value.dtype == torch.float32 and source.dtype.itemsize == 2
         if source.shape[-1:] != value.shape[-1:] or not (
