@@ -66,20 +66,14 @@ class TorchUpdates:
         """Clip and update one model, as `enqueue_together` does; write the metrics, and count."""
         [update] = updates
         [group] = update.groups
-        masters, shadows = group._parameters, group._shadows
-        assert shadows is not None, "bfloat16"
+        parameters = group._parameters
+        assert group._shadows is None, "weights in float32, as the paper's recipe has them"
         if self._made is None:
-            for master in masters:
-                master.grad = torch.zeros_like(master)
             self._made = torch.optim.AdamW(
-                masters, lr=1e-4, weight_decay=1e-4, fused=True, capturable=True
+                parameters, lr=1e-4, weight_decay=1e-4, fused=True, capturable=True
             )
-        norm = torch.nn.utils.clip_grad_norm_(shadows, 0.25)
-        gradients_of: Any = [[each.grad for each in group] for group in (masters, shadows)]
-        torch._foreach_copy_(*gradients_of)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 0.25)
         self._made.step()
-        with torch.no_grad():
-            torch._foreach_copy_([*shadows], [*masters])
         row = update.row.clamp(max=len(update.window) - 1)
         update.window.index_copy_(0, row, torch.stack([update.loss, norm.float()])[None])
         update.index.add_(1)
