@@ -130,13 +130,6 @@ FIGURES = [
         ),
         *("{:,.0f}", "{jax:.1f} x JAX-CORL under `vmap`, float32 weights"),
     ),
-    Figure(
-        "1.2 B parameters in 8 bits, one H200",
-        *("step", "step.json"),
-        _rates("tflops", {"name": "dt_1b, 8 bits"}, bfloat16={"name": "dt_1b"}),
-        *("{:,.0f} TFLOP/s", "{bfloat16:.2f} x our bfloat16; its learning was not measured"),
-        quick=True,
-    ),
 ]
 
 
