@@ -4,6 +4,7 @@ Shape legend: E episodes, T steps of an episode.
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -247,6 +248,7 @@ def written(episode: Columns) -> Columns:
         ({"map": 3}, "USAGE", "a int is no function"),
         ({"map": broken(lambda e: e["nothing"])}, "USAGE", "KeyError: 'nothing' (episode 1)"),
         ({"map": broken(written)}, "USAGE", "read-only (episode 1)"),
+        ({"map": broken(lambda e: sys.exit())}, "USAGE", "raised SystemExit"),
         ({"map": broken(lambda e: [1])}, "USAGE", "returned a list (episode 1)"),
         (
             {"map": broken(lambda e: relabelled(e) | {"past": np.zeros(4)})},

@@ -150,7 +150,7 @@ def _call(function: EpisodeFunction, episode: Columns, number: int) -> Columns:
     remedy = "return a dict of columns, one row for each step; what it gets cannot be written to"
     try:
         columns = function(episode)
-    except Exception as error:  # whatever a user's function raises
+    except (Exception, SystemExit) as error:  # whatever a user's function raises
         problem = f"the function of map raised {type(error).__name__}: {first_line(error)}"
         raise InputError("USAGE", problem, where, f"{remedy}; see --debug") from error
     if not isinstance(columns, Mapping):
