@@ -115,6 +115,15 @@ def test_a_dataset_goes_there_and_is_read_from_there(
     assert copy.manifest.source.uri == "hub:me/data"
     np.testing.assert_array_equal(copy.column("rewards"), data.column("rewards"))
 
+    def read(folder: Path) -> Iterator[dict[str, Any]]:
+        for file in sorted(folder.glob("shard-*")):
+            rows = np.full((2, 1), file.stat().st_size)
+            yield {"observations": rows, "actions": rows, "rewards": rows[:, 0]}
+
+    with go.open_source("hub:me/data", reader=read) as source:
+        sizes = [f.stat().st_size for f in sorted(data.path.glob("shard-*"))]
+        assert sizes and source.read("rewards", 0, source.spec.steps).tolist()[::2] == sizes
+
     monkeypatch.chdir(tmp_path)
     for options in ({"path": "hub:me/data"}, {"path": "copy", "source": "hub:me/data"}):
         recipe = go.load_recipe("paper", {f"data.{key}": text for key, text in options.items()})

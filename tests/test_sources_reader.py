@@ -1,6 +1,7 @@
 """A function of the user's reads a format that nobody else knows."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,11 @@ def read_log(path):
     for line in path.read_text().splitlines():
         columns = json.loads(line)
         yield {name: np.asarray(rows) for name, rows in columns.items()}
+
+def read_by_chance(path):
+    for episode in read_log(path):
+        episode["actions"] = np.random.default_rng().normal(size=episode["actions"].shape)
+        yield episode
 """
 
 
@@ -76,6 +82,11 @@ def _broken(path: Path) -> Iterator[dict[str, Any]]:
     raise ValueError("line 7 is cut short")
 
 
+def _leaving(path: Path) -> Iterator[dict[str, Any]]:
+    yield {"observations": np.zeros((3, 2)), "actions": np.zeros((3, 1)), "rewards": np.zeros(3)}
+    sys.exit()  # of status 0, which would look like success
+
+
 def _ragged(path: Path) -> Iterator[dict[str, Any]]:
     for width in (2, 3):
         columns = {"observations": np.zeros((3, width)), "actions": np.zeros((3, 1))}
@@ -86,6 +97,7 @@ def _ragged(path: Path) -> Iterator[dict[str, Any]]:
     ("reader", "options", "problem"),
     [
         (_broken, {}, r"raised ValueError: line 7 is cut short \(mine.log, after 1 episodes\)"),
+        (_leaving, {}, "the reader raised SystemExit"),
         (_ragged, {}, r"column observations is float64 \(3,\) in episode 1"),
         (lambda path: [], {}, "no episode"),
         (lambda path: [np.zeros(3)], {}, "an episode is a ndarray"),
@@ -103,3 +115,17 @@ def test_a_reader_that_fails_leaves_nothing(
     with pytest.raises(InputError, match=problem):
         go.convert("mine.log", "data", reader=reader, quiet=True, **options)
     assert sorted(path.name for path in Path().iterdir()) == ["mine.log", "mylog.py"]
+
+
+def test_workers_refuse_a_reader_that_yields_other_episodes_each_time(
+    log: list[dict[str, Any]],
+) -> None:
+    options: dict[str, Any] = {"reader": "mylog.py:read_by_chance", "quiet": True}
+    with pytest.raises(InputError, match="the reader yielded other episodes"):
+        go.convert("mine.log", "data", workers=2, shard_bytes=64, **options)
+    assert go.convert("mine.log", "data", **options).spec.steps == 16
+
+
+def test_no_name_is_no_path_for_a_reader(log: list[dict[str, Any]]) -> None:
+    with pytest.raises(InputError, match="'' names nothing"):
+        go.open_source("", reader=_broken)

@@ -56,7 +56,7 @@ from gear_offline.data.dataset.manifest import (
 from gear_offline.data.dataset.scores import known_scores
 from gear_offline.data.sources.base import Source
 from gear_offline.data.sources.edit import EpisodeFunction
-from gear_offline.data.sources.reader import EpisodeReader
+from gear_offline.data.sources.reader import YIELDED, EpisodeReader
 from gear_offline.errors import InputError, check_environment_id, given_path
 
 SHARD_BYTES = 256 << 20
@@ -226,6 +226,7 @@ def convert(
         replaceable = is_only_dataset if overwrite else lambda path: False
         plan = Plan(
             spec=edited.spec,
+            content=edited.info.attributes.get(YIELDED),
             columns=stored,
             bounds=shard_bounds(edited.episodes, stored, shard_bytes=shard_bytes),
             block_bytes=block_bytes,

@@ -41,6 +41,7 @@ from gear_offline.data.dataset.shard import (
 from gear_offline.data.dataset.statistics import Moments
 from gear_offline.data.sources.base import Source
 from gear_offline.data.sources.input_files import changed_error
+from gear_offline.data.sources.reader import YIELDED
 from gear_offline.errors import InputError
 
 PIECE_BYTES = 4 << 20  # a piece has about this many bytes, or one storage chunk if that is more
@@ -53,6 +54,7 @@ class Plan:
     """The shards to write: shard i gets the episodes ``[bounds[i], bounds[i + 1])``."""
 
     spec: TableSpec  # of the source
+    content: str | None  # digest of what a reader of the user's yielded
     columns: tuple[ColumnSpec, ...]  # as they are written
     bounds: list[int]
     block_bytes: int
@@ -246,6 +248,10 @@ def write_in_processes(
 def write_shard(caller: Caller, path: str, edits: Edits, number: int, plan: Plan) -> Written:
     """Write one shard in a worker."""
     source = _open_edited(path, edits)
+    if source.info.attributes.get(YIELDED) != plan.content:
+        problem = "the reader yielded other episodes when a worker called it"
+        remedy = "let it yield the same at each call (seed what it draws), or use one worker"
+        raise InputError("USAGE", problem, path, remedy)
     if source.spec != plan.spec:
         raise changed_error(path)
     with writing(plan.folder):

@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
+from gear_offline.core.files import writing
 from gear_offline.core.parts import Kind
 from gear_offline.core.text import first_line
 from gear_offline.core.types import Array
+from gear_offline.data.dataset.shard import byte_view
 from gear_offline.data.sources.arrays import SAME, Columns, read_episodes
 from gear_offline.data.sources.base import Piece, Source, SourceInfo, SourceRequest
 from gear_offline.data.sources.columns import Kinds, common_columns, row_kinds
@@ -27,6 +30,7 @@ from gear_offline.data.sources.input_files import InputFile, misfit
 from gear_offline.errors import GearError, InputError
 
 READERS = Kind(noun="reader", group="readers", option="reader", code="USAGE", own={})
+YIELDED = "yielded"  # digest of what it yielded, in the manifest
 REMEDY = "yield a dict of columns for each episode, as go.from_episodes takes them"
 
 EpisodeReader = Callable[[Path], Iterable[Mapping[str, Any]]]
@@ -44,12 +48,13 @@ def open_by_reader(reader: str | EpisodeReader, path: Path, request: SourceReque
     try:
         episodes = _call(function, path)
         lengths, terminated, notes = read_episodes(episodes, store=spool.add)
+        content = spool.digest_with(np.asarray(lengths, np.int64), terminated)
         info = SourceInfo(
             uri=request.uri,
             format="reader",
             rule="episodes",
             files=files,
-            attributes={"reader": origin},
+            attributes={"reader": origin, YIELDED: content},
         )
         source = _Spooled(spool, lengths, terminated, info)
     except BaseException:
@@ -68,7 +73,7 @@ def _call(reader: EpisodeReader, path: Path) -> Iterator[Mapping[str, Any]]:
             count += 1
     except GearError:
         raise
-    except Exception as error:  # whatever a user's function raises
+    except (Exception, SystemExit) as error:  # whatever a user's function raises
         problem = f"the reader raised {type(error).__name__}: {first_line(error)}"
         where = f"{path.name}, after {count:,} episodes"
         raise InputError("USAGE", problem, where, f"{REMEDY}; see --debug") from error
@@ -82,11 +87,16 @@ class _Spool:
     def __init__(self) -> None:
         self.kinds: Kinds = {}
         self._files: dict[str, Any] = {}
+        self._hash = xxhash.xxh3_128()
         self._count = 0
         self._stack = ExitStack()
 
     def add(self, columns: Columns) -> int:
         """Append an episode; return its steps."""
+        with writing(Path(tempfile.gettempdir())):
+            return self._add(columns)
+
+    def _add(self, columns: Columns) -> int:
         kinds = row_kinds(columns)
         if not self._files:
             self.kinds = kinds
@@ -96,7 +106,10 @@ class _Spool:
         tables = [("episode 0", self.kinds), (f"episode {self._count}", kinds)]
         common_columns(tables, remedy=SAME)
         for name, rows in columns.items():
-            np.ascontiguousarray(rows, self.kinds[name][0]).tofile(self._files[name])
+            data = byte_view(np.ascontiguousarray(rows, self.kinds[name][0]))
+            self._hash.update(data)
+            self._files[name].write(data)
+            self._files[name].flush()
         self._count += 1
         return len(next(iter(columns.values())))
 
@@ -106,6 +119,12 @@ class _Spool:
         # of its own, since other threads may read the same file
         rows = np.memmap(self._files[name], dtype, "r", offset, (stop - start, *shape))
         return np.array(rows)
+
+    def digest_with(self, *ends: Array) -> str:
+        """Return the digest of all columns and of the ends of their episodes."""
+        for values in ends:
+            self._hash.update(byte_view(values))
+        return f"xxh3-128:{self._hash.hexdigest()}"
 
     def close(self) -> None:
         self._stack.close()

@@ -70,7 +70,7 @@ def open_source(
     """
     if is_hub(uri):
         folder = fetch(str(uri), "dataset", "SOURCE_READ")
-        source = open_source(folder, rule=rule, names=names, partial=partial)
+        source = open_source(folder, rule=rule, names=names, partial=partial, reader=reader)
         source.info = replace(source.info, uri=str(uri))
         return source
     names = names or {}
@@ -80,6 +80,8 @@ def open_source(
     if isinstance(uri, Mapping | list | tuple):
         remedy = "make a source of it: go.from_arrays(columns), go.from_episodes(episodes)"
         raise InputError("SOURCE_READ", f"a {type(uri).__name__} is not a path", "", remedy)
+    if not str(uri).strip():  # a variable of a shell that is not set, not "."
+        raise InputError("SOURCE_READ", f"{uri!r} names nothing", remedy=list_formats())
     path = given_path(uri, "SOURCE_READ", where="uri")
     if reader is not None:
         if not path.exists():
@@ -130,8 +132,6 @@ def _split(source: str) -> tuple[str, str, str | None]:
 
 
 def _check_exists(text: str, path: Path) -> None:
-    if not text.strip():  # a variable of a shell that is not set, not "."
-        raise InputError("SOURCE_READ", f"{text!r} names nothing", remedy=list_formats())
     with suppress(OSError, ValueError):  # too long, or not a name at all
         if path.exists():
             return
