@@ -165,6 +165,9 @@ def test_conversion_keeps_the_order_in_a_history_and_lays_it_side_by_side(
     kept = go.open_dataset(again)
     assert kept.histories is not None and kept.history_column == "history"
     assert kept.histories.tolist() == [HISTORIES[e] for e in order if HISTORIES[e] != 7]
+    renamed = tmp_path / "renamed"
+    go.convert(data.path, renamed, rename={"history": "learner"}, quiet=True)
+    assert go.open_dataset(renamed).history_column == "learner"
     go.convert(data.path, tmp_path / "named", columns=["observations", "actions"], quiet=True)
     assert go.open_dataset(tmp_path / "named").histories is None  # the column is gone
 

@@ -112,6 +112,8 @@ class Edits:
         facts = source.info.attributes
         of_file = facts.get("attributes")
         name = {**(of_file if isinstance(of_file, Mapping) else {}), **facts}.get(HISTORIES)
+        if isinstance(name, str):
+            name = {origin: new for new, origin in self.names}.get(name, name)
         is_kept = isinstance(name, str) and name in source.spec
         is_kept &= self.columns is None or name in self.columns
         return replace(self, histories=name) if self.histories is None and is_kept else self
