@@ -337,6 +337,8 @@ def test_histories_are_told_by_whole_numbers_that_stay(tmp_path: Path) -> None:
         go.convert(make(learner=[1, 0, 1]), out, **given)
     with one_error("USAGE", "changes in episode 1"):
         go.convert(make(learner=[1, [0, 0, 1, 1], 1]), out, discrete=["learner"], **given)
+    with one_error("COLUMN", "other than whole numbers"):
+        go.convert(make(learner=[1, np.nan, 1]), out, discrete=["learner"], **given)
     with one_error("SELECTION", "1 of 2 episodes of history 1"):
         go.convert(make(learner=[1, 0, 1]), out, discrete=["learner"], where="length > 2", **given)
     with one_error("SOURCE_LAYOUT", "one an episode"):

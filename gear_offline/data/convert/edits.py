@@ -222,7 +222,8 @@ def number_histories(source: Source, column: str, discrete: Sequence[str]) -> In
         problem = f"{spec.dtype} {spec.shape} a step is not the whole number of a history"
         remedy = f"give one number a step; of floats add it to --discrete: {column}"
         raise InputError("COLUMN", problem, where, remedy)
-    return episode_values(source, column).astype(np.int64)
+    with np.errstate(invalid="ignore"):  # NaN, which is refused when it is written
+        return episode_values(source, column).astype(np.int64)
 
 
 def options_text(**options: str | Sequence[str] | None) -> list[str]:
