@@ -129,3 +129,21 @@ def test_workers_refuse_a_reader_that_yields_other_episodes_each_time(
 def test_no_name_is_no_path_for_a_reader(log: list[dict[str, Any]]) -> None:
     with pytest.raises(InputError, match="'' names nothing"):
         go.open_source("", reader=_broken)
+
+
+def _refilling(path: Path) -> Iterator[dict[str, Any]]:
+    rows = np.empty((4, 1))
+    for number in range(3):
+        rows[...] = number
+        yield {"observations": rows, "actions": np.zeros((4, 1)), "rewards": rows[:, 0]}
+
+
+def test_an_array_that_is_filled_again_is_stored_as_it_was_yielded_or_refused(
+    tmp_path: Path,
+) -> None:
+    with go.open_source(tmp_path, reader=_refilling) as source:
+        assert source.read("rewards", 0, 12).tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    with pytest.raises(InputError, match=r"changed after it was yielded \(episode 0, column obs"):
+        go.from_episodes(_refilling(tmp_path))
+    same = next(_refilling(tmp_path))
+    assert go.from_episodes(same for _ in range(3)).spec.steps == 12

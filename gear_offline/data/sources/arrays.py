@@ -6,7 +6,7 @@ Shape legend: N steps, E episodes, T steps of an episode.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +18,7 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray
 from gear_offline.data.dataset.dataset import HISTORIES
 from gear_offline.data.dataset.schema import is_storable
+from gear_offline.data.dataset.shard import byte_view, digest
 from gear_offline.data.sources.base import Piece, Source, SourceInfo
 from gear_offline.data.sources.columns import common_columns, row_kinds
 from gear_offline.data.sources.combine import adapt_columns
@@ -188,11 +189,18 @@ def read_episodes(
 
     Also which terminated, (E,), and doubts about that.
     """
-    read, ends = list[Any](), list[dict[str, bool]]()
+    read, ends, digests = list[Any](), list[dict[str, bool]](), list[dict[str, str]]()
     for number, episode in enumerate(episodes):
         arrays = read_episode(episode, f"episode {number}")
         ends.append(end_flags(arrays, f"episode {number}"))
-        read.append(store({name: rows for name, rows in arrays.items() if rows.ndim}))
+        columns = {name: rows for name, rows in arrays.items() if rows.ndim}
+        read.append(store(columns))
+        if store is dict and isinstance(episodes, Iterator):  # which may fill one array each time
+            digests.append({name: _digest(rows) for name, rows in columns.items()})
+    for number, before in enumerate(digests):
+        for name in (n for n, value in before.items() if _digest(read[number][n]) != value):
+            remedy = "yield arrays of its own for each episode: rows.copy()"
+            raise _in_column("changed after it was yielded", f"episode {number}", remedy, name)
     if not read:
         raise misfit("there are no episodes", remedy="give at least one")
     names = dict.fromkeys(name for flags in ends for name in flags)
@@ -201,6 +209,10 @@ def read_episodes(
     if names and (silent := sum(not flags for flags in ends)):
         notes.append(f"{count_text(silent, 'episode')} without a flag: truncated, it is taken")
     return read, terminated, notes
+
+
+def _digest(rows: Array) -> str:
+    return digest(byte_view(np.ascontiguousarray(rows)))
 
 
 def end_flags(episode: Mapping[str, Any], where: str = "an episode") -> dict[str, bool]:
