@@ -1,6 +1,6 @@
 """What each kernel of our own adds to a training step: steps/s of the paper's model without it.
 
-Each row trains as ``train=paper`` does, one compiled CUDA graph a step in bfloat16, with one part
+Each row trains as ``train paper`` does, one compiled CUDA graph a step in bfloat16, with one part
 replaced by PyTorch's: AdamW and clipping by ``torch.optim.AdamW(fused=True, capturable=True)`` and
 ``clip_grad_norm_``, attention by ``scaled_dot_product_attention``, the weights' gradients by a
 product of cuBLAS each, as inductor compiles them.

@@ -168,8 +168,11 @@ def test_conversion_keeps_the_order_in_a_history_and_lays_it_side_by_side(
     renamed = tmp_path / "renamed"
     go.convert(data.path, renamed, rename={"history": "learner"}, quiet=True)
     assert go.open_dataset(renamed).history_column == "learner"
-    go.convert(data.path, tmp_path / "named", columns=["observations", "actions"], quiet=True)
+    without = go.convert(
+        data.path, tmp_path / "named", columns=["observations", "actions"], quiet=True
+    )
     assert go.open_dataset(tmp_path / "named").histories is None  # the column is gone
+    assert "histories are left out" in str(without.source.attributes["warnings"])
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])

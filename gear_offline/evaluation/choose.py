@@ -1,6 +1,6 @@
 """Choose a policy without its environment: from data alone, and say when they cannot tell.
 
-Each policy acts on the data's own histories (`act_on_data`), then fitted Q evaluation estimates its
+Each policy acts at the steps of the data (`act_on_data`), then fitted Q evaluation estimates its
 return from the episodes' first states (`gear_offline.evaluation.fitted_q`).  An estimate is worth
 something only where a policy does what the data have: what it does elsewhere, nobody has seen.
 Three things are looked at besides.  First, the share of a policy's actions that no similar state of
@@ -39,7 +39,7 @@ from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import GearError, InputError, given_path
 from gear_offline.evaluation.choice import Choice, JudgedPolicy, mean_interval
 from gear_offline.evaluation.fitted_q import fit_critics
-from gear_offline.evaluation.histories import (
+from gear_offline.evaluation.judged_steps import (
     act_on_data,
     action_encoder,
     action_errors,

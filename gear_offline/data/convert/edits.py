@@ -114,9 +114,12 @@ class Edits:
         name = {**(of_file if isinstance(of_file, Mapping) else {}), **facts}.get(HISTORIES)
         if isinstance(name, str):
             name = {origin: new for new, origin in self.names}.get(name, name)
-        is_kept = isinstance(name, str) and name in source.spec
-        is_kept &= self.columns is None or name in self.columns
-        return replace(self, histories=name) if self.histories is None and is_kept else self
+        if self.histories is not None or not isinstance(name, str) or name not in source.spec:
+            return self
+        if self.columns is None or name in self.columns:
+            return replace(self, histories=name)
+        source.warn(f"histories are left out with the column {name}, which tells them")
+        return self
 
     def name_columns(self, source: Source) -> Source:
         """Return an open source under these names."""
