@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import gc
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import hopper_like, need_cuda
+from benchmarks.common import need_cuda, write_rows
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.core.progress import Progress
 from gear_offline.core.text import say, size_text
@@ -38,6 +40,7 @@ from gear_offline.training.step import GraphStep, Step
 
 EIGHT_BITS = ("train.precision=fp8",)
 AUTOCAST = ("train.weights=fp32",)
+HISTORIES = ("loader.span=history", "model.position=rotary")
 DDP = ("train.parallel=ddp", "train.graph=off")  # replicas are captured otherwise
 # name: recipe, changed options
 ALONE: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -57,6 +60,14 @@ ALONE: dict[str, tuple[str, tuple[str, ...]]] = {
     "dt_1b, 4 micro-batches": ("dt_1b", ("train.accumulate=4",)),
     "dt_87m, launched one by one": ("dt_87m", ("train.graph=off",)),
     "dt_200m": ("dt_200m", ()),
+    "dt_200m, histories, 1,024 steps": (
+        "dt_200m",
+        (*HISTORIES, "loader.context_length=1024", "loader.batch_size=16"),
+    ),
+    "dt_200m, histories, 4,096 steps": (
+        "dt_200m",
+        (*HISTORIES, "loader.context_length=4096", "loader.batch_size=4"),
+    ),
     "dt_15m": ("dt_15m", ("train.compile=on",)),
     "dt_1m": ("dt_1m", ("train.compile=on",)),
 }
@@ -72,14 +83,22 @@ SEVERAL: dict[str, tuple[str, tuple[str, ...]]] = {
     "dt_1b, one graph": ("dt_1b", ("train.graph=on", "train.parallel=ddp")),
 }
 QUICK = 2  # rows
+DATA: dict[str, Any] = {
+    "actions": 3,
+    "episode_steps": 500,
+    "shard_bytes": 256 << 20,
+    "histories": 16,
+}
 
 
 def run(*, quick: bool = False) -> dict[str, Any]:
     """Measure; about six minutes on one GPU, most of them compiling (`quick`: two rows)."""
     need_cuda()
     device = rank_device("cuda")
-    with open_world(device) as world, hopper_like(quick=True) as data:
-        path = world.gather(str(data.dataset.path))[0]
+    folder = tempfile.TemporaryDirectory(prefix="gear-benchmark-")
+    with open_world(device) as world, folder as place:
+        write_rows(Path(place) / "dataset", 100_000, (11,), **DATA)
+        path = world.gather(f"{place}/dataset")[0]
         dataset = open_dataset(path, verify=False)
         variants = ALONE if world.size == 1 else SEVERAL
         names = list(variants)[: QUICK if quick else None]
