@@ -82,9 +82,9 @@ RESET, STEP = "(observation, info)", "(observation, reward, terminated, truncate
 Options = Mapping[str, Any]  # what `gymnasium.make` takes, and ``additional_wrappers`` of a spec
 T = TypeVar("T")
 
-gymnasium.register(
-    "gear_offline/Maze-v0", "gear_offline.evaluation.maze:Maze", max_episode_steps=200
-)
+for name, maker, limit in (("Maze", "maze:Maze", 200), ("DarkRoom", "dark_room:DarkRoom", 20)):
+    entry = f"gear_offline.evaluation.{maker}"
+    gymnasium.register(f"gear_offline/{name}-v0", entry, max_episode_steps=limit)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
