@@ -1,10 +1,18 @@
-"""The dark room: against loops and walks by hand."""
+"""The dark room, and tables that learn in it: against loops and a hand-made walk."""
+
+from pathlib import Path
+from typing import Any
 
 import gymnasium
+import h5py
 import numpy as np
+import pytest
 from gymnasium.utils.env_checker import check_env
 
+import gear_offline as go
+from gear_offline.evaluation.collect.collection import collect
 from gear_offline.evaluation.dark_room import goals_of
+from tests.support import Captured, one_error
 
 ROOM = "gear_offline/DarkRoom-v0"
 STEPS = {0: (-1, 0), 1: (1, 0), 2: (0, -1), 3: (0, 1), 4: (0, 0)}
@@ -42,3 +50,83 @@ def test_goals_are_parted_and_dealt_out_evenly() -> None:
             if [room.step(action)[1] for action in walk][-1]:
                 found.append((row, column))
     assert len(found) == 21 and sorted(found) == sorted([*set(found)] * 3)
+
+
+class Chain(gymnasium.Env[Any, Any]):
+    """Two states; action 1 goes from the first to the second, and from there to the end."""
+
+    observation_space = gymnasium.spaces.Discrete(2)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.state = 0
+        return self.state, {"seed": seed}
+
+    def step(self, action: Any) -> Any:
+        self.state += int(action)
+        return min(self.state, 1), float(self.state == 2), self.state == 2, False, {}
+
+
+def test_values_of_a_chain_are_those_of_watkins_by_hand() -> None:
+    from gear_offline.evaluation.collect.q_learning import QLearner
+
+    learner, (one, two) = QLearner(2), np.eye(2, dtype=np.float32)
+    left, right = np.array(0), np.array(1)
+    learner.learn(one, right, 0.0, two, False)  # 5 -> (5 + 0.9 * 5) / 2
+    assert learner.values[one.tobytes()] == pytest.approx([5.0, 4.75])
+    learner.learn(two, right, 1.0, two, True)  # the end is worth nothing: (5 + 1) / 2
+    assert learner.values[two.tobytes()] == pytest.approx([5.0, 3.0])
+    learner.learn(two, left, 0.0, two, False)
+    assert learner.values[two.tobytes()] == pytest.approx([4.75, 3.0])
+    learner.replay()  # newest first: 4.75 -> 4.5125; 3 -> 2; 4.75 -> (4.75 + 0.9 * 4.5125) / 2
+    assert learner.values[two.tobytes()] == pytest.approx([4.5125, 2.0])
+    assert learner.values[one.tobytes()] == pytest.approx([5.0, 4.405625])
+
+
+def test_a_history_is_all_that_a_learner_did(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"policy": "q_learning", "histories": 4, "steps": 4 * 800}
+    options |= {"environment_options": {"goals": "train"}, "quiet": True}
+    for name, more in (("a", {}), ("b", {"processes": 2}), ("c", {"seed": 1, "steps": 200})):
+        collect(ROOM, tmp_path / f"{name}.hdf5", **{**options, **more})
+    a, b, c = ((tmp_path / f"{name}.hdf5").read_bytes() for name in "abc")
+    assert a == b != c
+    go.convert(tmp_path / "a.hdf5", tmp_path / "a", quiet=True)
+    data = go.open_dataset(tmp_path / "a")
+    assert data.histories is not None
+    assert data.histories.tolist() == np.repeat(range(4), 40).tolist()
+    goals = goals_of(9, "train")
+    for number in range(4):
+        best = 20 - max(int(np.abs(goals[number] - 4).sum()) - 1, 0)
+        returns = data.returns[data.histories == number]
+        assert returns.max() <= best and returns[-5:].min() >= best - 4
+        for episode in np.flatnonzero(data.histories == number):  # the rooms played again
+            cells, rewards = data[episode]["observations"], data[episode]["rewards"]
+            rows, columns = cells[:, :9].argmax(1), cells[:, 9:].argmax(1)
+            on_goal = (rows == goals[number][0]) & (columns == goals[number][1])
+            assert (rewards[:-1] == on_goal[1:]).all() and (rows[0], columns[0]) == (4, 4)
+    with h5py.File(tmp_path / "c.hdf5") as file:
+        seeds = file["metadata/episode_reset_seed"][:]
+    assert seeds.tolist() == np.repeat(range(1, 5), 3).tolist()
+
+
+def test_a_table_learns_where_episodes_end(tmp_path: Path) -> None:
+    gymnasium.register("Chain-v0", lambda **_: Chain(), max_episode_steps=6)
+    report = collect(
+        "Chain-v0", tmp_path / "a.hdf5", policy="q_learning", histories=1, steps=100, quiet=True
+    )
+    with h5py.File(report.path) as file:
+        lengths = np.diff(np.flatnonzero(np.r_[True, file["terminals"][:] | file["timeouts"][:]]))
+    assert (lengths[-5:] == 2).all(), "it has learnt the shortest way"
+
+
+def test_what_a_table_cannot_learn_is_told(tmp_path: Path, capsys: Captured) -> None:
+    learn: dict[str, Any] = {"policy": "q_learning", "histories": 2, "steps": 40, "quiet": True}
+    with one_error("ENVIRONMENT", "discrete actions.*ars"):
+        collect("Pendulum-v1", tmp_path / "a.hdf5", **learn)
+    for more in ({"histories": None}, {"train_steps": 5}, {"quality": "expert"}):
+        with one_error("USAGE"):
+            collect(ROOM, tmp_path / "a.hdf5", **{**learn, **more})
+    assert list(tmp_path.iterdir()) == []
+    collect("CartPole-v1", tmp_path / "a.hdf5", **learn)
+    assert capsys.readouterr().err.count("met a new observation") == 1

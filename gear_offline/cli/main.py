@@ -183,7 +183,7 @@ def collect(
     environment: str = Argument(help="Gymnasium id, e.g. Hopper-v5."),
     out: Path = Argument(help="HDF5 file to write, in D4RL's layout."),
     environment_options: Any = How(),
-    policy: str = Option("random", help="random, ars, play, sb3:PPO, sbx:TQC."),
+    policy: str = Option("random", help="random, ars, q_learning, play, sb3:PPO."),
     quality: str | None = Option(None, help="expert, medium, replay, medium-expert or mixed."),
     steps: int = Count("100000", help="Record at least so many steps."),
     exact_steps: bool = Option(
@@ -193,7 +193,7 @@ def collect(
     seed: int = Option(0, min=0, help="Random seed."),
     train_steps: int | None = Count(None, help="Environment steps of training the policy."),
     gate: float | None = Option(None, help="Mean return the policy must reach, else no file."),
-    histories: int | None = Count(None, help="Learners whose training by ars is recorded."),
+    histories: int | None = Count(None, help="Learners, of ars or q_learning, to record."),
     overwrite: Overwrite = False,
     as_json: Json = False,
     quiet: Quiet = False,

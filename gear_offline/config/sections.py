@@ -153,7 +153,7 @@ class CollectSettings(Section):
     gate: float | None = None
     """Least mean return the best policy must have recorded; else nothing is written."""
     histories: Positive | None = None
-    """With policy ars: so many learners, whose training is recorded, each a history."""
+    """With policy ars or q_learning: learners whose training is recorded, each a history."""
     seed: Seed = 0
     """Seed of the environments and of the policy's making."""
 

@@ -190,7 +190,7 @@ class _Acting:
         policy_generator = generator if self.policy.stochastic else None
         return np.asarray(self.policy.act(observation[None], generator=policy_generator)[0])
 
-    def observe(self, reward: float, action: Array) -> None:
+    def observe(self, _: Array, action: Array, reward: float, *following: object) -> None:
         self.policy.observe_reward([reward], actions=action[None])
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import count, repeat
+from itertools import chain, count, repeat
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -34,6 +34,7 @@ from gear_offline.evaluation.collect.policies import (
     quality_parts,
     train_with_library,
 )
+from gear_offline.evaluation.collect.q_learning import ALGORITHM, plan_history
 from gear_offline.evaluation.collect.record import (
     LEARN,
     LEARNER,
@@ -137,7 +138,8 @@ def collect(
         File to write; appears only when complete.
     policy
         ``"random"``; ``"ars"``, a linear policy trained on the spot; ``"sb3:PPO"``, ``"sbx:TQC"``
-        and so on, trained on the spot by an RL library; or ``"play"``, which an environment brings
+        and so on, trained on the spot by an RL library; ``"q_learning"``, tables that learn while
+        they are recorded (`histories`); or ``"play"``, which an environment brings
         (``play_policy()``).
     quality
         With ``"ars"``: ``expert`` (default), ``medium``, ``replay``, ``medium-expert``, ``mixed``.
@@ -159,9 +161,10 @@ def collect(
     gate
         Least mean return that the best maker must have recorded; else there is no file.
     histories
-        With ``"ars"``, and no quality: learners that are trained, each by random streams of its own
-        and for `train_steps`.  Their rollouts are recorded, evenly spaced from each one's first to
-        its best policy, with the learner's number as the column ``learner``: its history.
+        Learners that are recorded, each with random streams of its own, with its number as the
+        column ``learner``: its history.  With ``"ars"``, and no quality: each is trained for
+        `train_steps`, and its rollouts are evenly spaced from the first to its best policy.
+        With ``"q_learning"``: all it did, from its first step on, in `steps` / `histories` steps.
     overwrite
         Replace `out`.
     quiet
@@ -175,9 +178,13 @@ def collect(
     arguments: dict[str, Any] = {"policy": policy, "quality": quality, "steps": steps, "seed": seed}
     arguments |= {"train_steps": train_steps, "action_noise": action_noise, "histories": histories}
     text = json.dumps(arguments)
-    if histories is not None and (policy != "ars" or quality is not None or exact_steps):
-        problem, remedy = "histories are what learners did", "use policy ars, and no quality"
-        raise InputError("USAGE", problem, "histories", f"{remedy}, of whole episodes")
+    learns = policy in ("ars", "q_learning")
+    if histories is not None and (not learns or quality is not None or exact_steps):
+        problem, remedy = "histories are what learners did", "use policy ars or q_learning, and no "
+        raise InputError("USAGE", problem, "histories", f"{remedy}quality, of whole episodes")
+    if policy == "q_learning" and (histories is None or train_steps is not None):
+        problem, remedy = "all that q_learning does is recorded", "say histories and steps, and no "
+        raise InputError("USAGE", problem, "policy", f"{remedy}train_steps")
     out, shares = given_path(out, "OUTPUT_WRITE", where="out"), quality_parts(policy, quality)
     environment_id: str = part_name(environment)
     admit([environment_id])
@@ -194,15 +201,17 @@ def collect(
         if number is not None and not (fits and least <= number < 1 << 63):
             need = f"need a number, {least} <= {name} < 2^63"
             raise InputError("USAGE", f"got {number!r}, {need}", where=name)
-    of_library = ":" in policy
-    if of_library or (processes is None and policy != "ars" and steps < PARALLEL_STEPS):
-        processes = 1  # a library's model stays in the process that trained it
+    stays = ":" in policy or policy == "q_learning"  # what learns stays in its process
+    if stays or (processes is None and policy != "ars" and steps < PARALLEL_STEPS):
+        processes = 1
     with new_hdf5(out, overwrite=overwrite) as writer:
         how, several = typed_options(environment_options), min(usable_cores(), MAX_PROCESSES)
         with Crew(environment_id, how, processes=processes or several) as crew:
             say_version(environment_id, quiet=quiet)
             source: ars.Training | EpisodePolicy
+            plans: Iterator[EpisodePlan]
             used, best, learners = 0, None, list[ars.Training]()
+            share = -(-steps // (histories or 1))
             if "random" in shares:
                 source = RandomPolicy(crew.facts.low, crew.facts.high, crew.facts.choices)
             elif policy == "ars":
@@ -214,23 +223,32 @@ def collect(
                     ars.train(crew, options, each, action_noise=action_noise, quiet=quiet)
                     for each in seeds
                 ]
+                plans = (
+                    replace(plan, learner=number)
+                    for number, learner in enumerate(learners)
+                    for plan in learner.replay(share)
+                )
                 source = max(learners, key=lambda learner: learner.best.mean_return)
                 used, best = sum(each.steps for each in learners), source.best.policy
                 _check_gate(gate, source.best.mean_return, environment_id)
+            elif policy == "q_learning":
+                plans = chain.from_iterable(
+                    plan_history(crew.facts, seed, number, share, action_noise)
+                    for number in range(histories or 0)
+                )
             elif policy == "play":
                 source = play_policy(environment_id, how)
             else:
                 used = train_steps or LIBRARY_STEPS
                 say(f"train {policy} for {count_text(used, 'step')}", quiet=quiet)
                 source = train_with_library(policy, environment_id, how, steps=used, seed=seed)
-            makers, most = _makers(shares, source, steps, seed, action_noise), steps
-            if histories is not None:  # each to its end
-                plans = (
-                    replace(plan, learner=number)
-                    for number, learner in enumerate(learners)
-                    for plan in learner.replay(-(-steps // histories))
-                )
-                makers, most = [_Maker("replay", REPLAY, steps, 0.0, None, plans)], sys.maxsize
+            if histories is None:
+                makers, most = _makers(shares, source, steps, seed, action_noise), steps
+            else:  # each to its end
+                description = ("replay", REPLAY, steps, 0.0)
+                if policy == "q_learning":
+                    description = ("policy", ALGORITHM, steps, action_noise)
+                makers, most = [_Maker(*description, None, plans)], sys.maxsize
             with Progress(f"record {out.name}", total=steps, unit="steps", quiet=quiet) as progress:
                 _record(crew, writer, makers, most, progress, exact=exact_steps)
         report = CollectReport.of(

@@ -26,7 +26,7 @@ from gear_offline.evaluation.environments import Options, guard, make_environmen
 
 # Name before the colon: module and what pip calls it.
 LIBRARIES = {"sb3": ("stable_baselines3", "stable-baselines3"), "sbx": ("sbx", "sbx-rl")}
-NAMED = ("random", "ars", "play")
+NAMED = ("random", "ars", "q_learning", "play")
 # Parts of a file and their shares of the steps.  Of a training, ``replay`` is its own rollouts,
 # ``expert`` its best policy, others the one nearest to a share of the best one's return.
 QUALITIES = {

@@ -71,10 +71,12 @@ class EpisodePlan:
 
     policy: EpisodePolicy
     reset_seed: int
+    goes_on: bool = False  # reset without a seed: the environment keeps its task
     noise_path: tuple[int, ...]  # of the episode's own stream: random actions, action noise
     # Deviation of Gaussian noise in half ranges of the action; of choices: share of random ones.
     action_noise: float = 0.0
-    on_step: Callable[[float, Array], None] | None = None  # told the reward and the action
+    # told of each step: observation, action, reward, next observation, whether it terminated
+    on_step: Callable[[Array, Array, float, Array, bool], None] | None = None
     learner: int | None = None  # whose history the episode goes on
 
 
@@ -160,7 +162,8 @@ class Player(Closing):
 
     def _play(self, plan: EpisodePlan) -> Episode:
         facts, generator = self.facts, stream(*plan.noise_path)
-        observations = [self._environment.reset(seed=plan.reset_seed)[0]]
+        seed = None if plan.goes_on else plan.reset_seed
+        observations = [self._environment.reset(seed=seed)[0]]
         actions, rewards = list[Array](), list[float]()
         infos: dict[str, list[Array]] = {} if self._data is None else {"qpos": [], "qvel": []}
         terminated = truncated = False
@@ -174,7 +177,7 @@ class Player(Closing):
             observations.append(observation)
             rewards.append(reward)
             if plan.on_step is not None:
-                plan.on_step(rewards[-1], actions[-1])
+                plan.on_step(observations[-2], actions[-1], reward, observation, terminated)
         last_fields = fields_of(observations[-1]).values()
         if not all(np.isfinite(values).all() for values in last_fields):  # it is recorded, too
             raise not_finite("a last observation", facts.environment_id)

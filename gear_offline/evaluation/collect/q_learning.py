@@ -1,0 +1,98 @@
+"""Tabular Q-learning: a learner whose whole history is worth recording.
+
+Watkins' rule after each step, and once more over the last `REPLAYED` steps, newest first, after
+each episode (Lin 1992's experience replay).  Values of what was never tried begin high, so a
+learner tries all that is near before it repeats itself.  Rewards should be about 1 in size.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import count
+
+import numpy as np
+
+from gear_offline.core.text import say
+from gear_offline.core.types import Array
+from gear_offline.errors import InputError
+from gear_offline.evaluation.collect.record import LEARN, EpisodePlan
+from gear_offline.evaluation.environments import EnvironmentFacts
+
+ALGORITHM = "tabular Q-learning"
+DISCOUNT = 0.9
+RATE = 0.5
+OPTIMISM = 0.5  # first values, in those of a reward of 1 in every step from here on
+REPLAYED = 200
+
+Row = list[float]  # the values of the actions in one state
+
+
+class QLearner:
+    """A learner over `choices` actions, which acts by its values; equal ones are drawn among."""
+
+    algorithm = ALGORITHM
+
+    def __init__(self, choices: int) -> None:
+        self.values: dict[bytes, Row] = {}  # by the bytes of an observation
+        self.steps = 0
+        self._first_values = [OPTIMISM / (1.0 - DISCOUNT)] * choices
+        self._replay: deque[tuple[Row, int, float, Row | None]] = deque(maxlen=REPLAYED)
+
+    def act(self, observation: Array, generator: np.random.Generator) -> Array:
+        """Return one of the best actions."""
+        row = self._row(observation)
+        best = max(row)
+        actions = [action for action, value in enumerate(row) if value == best]
+        return np.asarray(actions[generator.integers(len(actions))])
+
+    def learn(
+        self, observation: Array, action: Array, reward: float, following: Array, terminated: bool
+    ) -> None:
+        """Move the value of an action towards its reward and what the next state is worth."""
+        next_row = None if terminated else self._row(following)
+        self._replay.append((self._row(observation), int(action), reward, next_row))
+        self.steps += 1
+        self._update(*self._replay[-1])
+
+    def replay(self) -> None:
+        """Update the last steps once more, the newest one first."""
+        for step in reversed(self._replay):
+            self._update(*step)
+
+    def _row(self, observation: Array) -> Row:
+        return self.values.setdefault(observation.tobytes(), [*self._first_values])
+
+    def _update(self, row: Row, action: int, reward: float, next_row: Row | None) -> None:
+        target = reward + (DISCOUNT * max(next_row) if next_row is not None else 0.0)
+        row[action] += RATE * (target - row[action])
+
+
+def plan_history(
+    facts: EnvironmentFacts, seed: int, number: int, steps: int, action_noise: float
+) -> Iterator[EpisodePlan]:
+    """Yield the episodes of learner `number`, of `steps` or more together.
+
+    Each one is to be played before the next one is asked for.  The first reset has the seed
+    ``seed + number``, later ones have none: an environment that keeps its task keeps it.
+    """
+    if not facts.discrete:
+        problem, remedy = "q_learning needs discrete actions", "use policy ars"
+        raise InputError("ENVIRONMENT", problem, facts.environment_id, remedy)
+    learner = QLearner(facts.choices)
+    for episode in count():
+        if learner.steps >= steps:
+            break
+        yield EpisodePlan(
+            policy=learner,
+            reset_seed=seed + number,
+            goes_on=episode > 0,
+            noise_path=(seed, LEARN, number, episode),
+            action_noise=action_noise,
+            on_step=learner.learn,
+            learner=number,
+        )
+        learner.replay()
+    if len(learner.values) > learner.steps / 2 and number == 0:
+        share = f"{len(learner.values):,} of {learner.steps:,} steps"
+        say(f"warning: {share} met a new observation, where a table knows nothing: use policy ars")
