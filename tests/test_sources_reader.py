@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 
 import gear_offline as go
+from gear_offline.config.recipe import Recipe
+from gear_offline.core import parts
 from gear_offline.errors import InputError
+from gear_offline.runs.data import prepare_one
+from tests.support import Patch, one_error
 
 LOG = """
 import json
@@ -147,3 +151,60 @@ def test_an_array_that_is_filled_again_is_stored_as_it_was_yielded_or_refused(
         go.from_episodes(_refilling(tmp_path))
     same = next(_refilling(tmp_path))
     assert go.from_episodes(same for _ in range(3)).spec.steps == 12
+
+
+RECIPE = {"data.path": "d", "data.source": "mine.log", "data.reader": "mylog.py:read_log"}
+
+
+def test_a_recipe_makes_its_data_by_a_reader_and_tells_when_it_has_changed(
+    log: list[dict[str, Any]], monkeypatch: Patch
+) -> None:
+    recipe = go.load_recipe("smoke", RECIPE)
+    rewards = [reward for episode in log for reward in episode["rewards"]]
+    for _ in range(2):  # made, and there already
+        assert prepare_one(recipe, quiet=True).read("rewards", 0, 16).tolist() == rewards
+    with one_error("DATA_MISMATCH", "made of mine.log by mylog.py:read_log, xxh3-128.* no reader"):
+        prepare_one(recipe.replace("data.reader=null"), quiet=True)
+    Path("mylog.py").write_text(f"import helper\n{LOG}")
+    Path("helper.py").write_text("")
+    with one_error("DATA_MISMATCH", "made of mine.log by mylog.py:read_log") as caught:
+        prepare_one(go.load_recipe("smoke", RECIPE), quiet=True)
+    assert "data.source=null" in caught.value.remedy
+    taken = go.load_recipe("smoke", RECIPE | {"data.source": None, "data.reader": None})
+    assert prepare_one(taken, quiet=True).episodes.episodes == 4
+    go.convert("mine.log", "e", reader="mylog.py:read_log", quiet=True)
+    recipe = go.load_recipe("smoke", RECIPE | {"data.path": "e"})
+    assert prepare_one(recipe, quiet=True).episodes.episodes == 4
+    Path("helper.py").write_text("# another one")  # which the reader imports
+    with one_error("DATA_MISMATCH", "mylog.py:read_log"):
+        prepare_one(recipe, quiet=True)
+
+
+def test_a_reader_goes_with_its_source(log: list[dict[str, Any]]) -> None:
+    base = Path("base.yaml")
+    base.write_text("base: smoke\ndata: {source: mine.log, reader: 'mylog.py:read_log', path: d}\n")
+    reader = str(Path("mylog.py:read_log").absolute())
+    assert go.load_recipe(base).data.reader == reader
+    assert go.load_recipe(base, "data.source=another.log").data.reader == reader
+    assert go.load_recipe(base, "data.path=e").data.reader is None, "data that are named"
+    assert prepare_one(go.load_recipe(base, "data.path=e"), quiet=True).episodes.episodes == 4
+    with one_error("RECIPE", "data: reader needs source"):
+        go.load_recipe("smoke", {"data.reader": "mylog.py:read_log", "data.collect": None})
+
+
+def test_a_reader_that_only_a_run_names_is_not_run(
+    log: list[dict[str, Any]], monkeypatch: Patch
+) -> None:
+    """A recipe of nobody's word, as that of a stranger's run, opens and makes nothing."""
+    Path("mylog.py").write_text(f"open('ran', 'w').close()\n{LOG}")
+    stranger = go.load_recipe("smoke", RECIPE).to_dict()
+    monkeypatch.setattr(parts, "_permission", parts.Permission())
+    monkeypatch.setenv("XDG_STATE_HOME", str(Path("elsewhere").absolute()))
+    recipe = go.load_recipe(Recipe.read(stranger))
+    with one_error("RECIPE", "only a run, a dataset or a policy names.*data.reader=.*mylog.py"):
+        prepare_one(recipe, quiet=True)
+    with one_error("RECIPE", "only a run"):
+        go.train(recipe, out="run", quiet=True)
+    assert not Path("ran").exists()
+    go.train(recipe, RECIPE | {"train.steps": 2, "evaluate.episodes": 0}, out="run", quiet=True)
+    assert Path("ran").exists()

@@ -21,7 +21,7 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 MAX_BASES = 8
 
 OWN_OPTIONS = {"selection": "strategy", "model": "kind"}  # sections of options of one's own
-MAKERS = ("source", "collect")
+MAKERS = ("source", "reader", "collect")
 KINDS = [f"{section}.{name}" for section, name in OWN_OPTIONS.items()]
 
 Overrides = str | Sequence[str] | Mapping[str, Any]
@@ -242,12 +242,14 @@ def _give_way(below: dict[str, Any], top: dict[str, Any], merged: dict[str, Any]
         typed |= {"reference", "environment_options"} if is_other else set()
         play = dict.fromkeys(typed - _at(top, *play_keys).keys())
         data, fallback = dict[str, Any](), before.get("fallback")
-        makers = {name: before[name] for name in MAKERS if before.get(name)}
+        makers = {name: before.get(name) for name in MAKERS}
         is_named = given_data.get("path") and not any(given_data.get(name) for name in MAKERS)
-        if makers and (is_named or _made_of(now) != _made_of(before)):
+        if any(makers.values()) and (is_named or _made_of(now) != _made_of(before)):
             facts = {name: played[name] for name in PlaySettings.model_fields if name in played}
             fallback = makers | facts
             data = dict.fromkeys(makers.keys() - given_data.keys())
+            if given_data.get("source"):  # another file of that format, unless a reader is given
+                data.pop("reader", None)
             play |= dict.fromkeys(facts.keys() - typed)
         if fallback and now and "fallback" not in given_data:
             data["fallback"] = {n: v for n, v in fallback.items() if n not in typed}

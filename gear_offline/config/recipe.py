@@ -191,7 +191,10 @@ class Recipe(Section):
         strategies = list(strategies_in(self.selection.model_dump()))
         for task in (self.data.tasks or {}).values():
             strategies += strategies_in(task.selection.model_dump() if task.selection else {})
-        listed = (*self.train.trackers, *self.train.callbacks, *self._large_options)
+        stored = [self.data, *(self.data.tasks or {}).values()]
+        makers = [each for data in stored for each in (data, data.fallback) if each is not None]
+        readers = [maker.reader for maker in makers]
+        listed = (*readers, *self.train.trackers, *self.train.callbacks, *self._large_options)
         names = (self.model.kind, *strategies, *self.environments, *listed)
         return tuple(dict.fromkeys(filter(is_part, names)))
 

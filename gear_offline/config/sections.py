@@ -218,6 +218,8 @@ class FallbackSettings(PlaySettings):
 
     source: Place | None = None
     """Source to convert."""
+    reader: Part | None = None
+    """Reader of the source."""
     collect: CollectSettings | None = None
     """Data to record and convert."""
 
@@ -229,6 +231,8 @@ class StoredSettings(Section):
     """Directory of GEAR shards, relative to the current directory, or hub:USER/NAME."""
     source: Place | None = None
     """Source to convert into `path` if that does not exist: a file, d4rl:, minari: or hub:NAME."""
+    reader: Part | None = None
+    """Function that yields the episodes of a source of one's own format, FILE.py:read_log."""
     collect: CollectSettings | None = None
     """Data to record and convert into `path` if that does not exist, instead of `source`."""
     admissions: Positive | None = None
@@ -245,6 +249,8 @@ class StoredSettings(Section):
     def _check_maker(self) -> Self:
         if self.source is not None and self.collect is not None:
             raise ValueError("source and collect exclude each other: keep one")
+        if self.reader is not None and self.source is None:
+            raise ValueError("reader needs source, which it reads")
         return self
 
 

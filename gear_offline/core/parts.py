@@ -49,7 +49,7 @@ class Kind:
 
     noun: str
     group: str  # of entry points, behind gear_offline.
-    option: str  # of a recipe
+    option: str  # of a recipe; of a command, as --map, which is an argument in Python
     argument: str = ""  # of `gear-offline evaluate` and others that read a run
     code: str = "RECIPE"
     own: dict[str, Any]  # the package's by name; a text is loaded as a part is
@@ -58,6 +58,10 @@ class Kind:
     def installed(self) -> EntryPoints:
         """The parts of other packages."""
         return entry_points(group=f"gear_offline.{self.group}")
+
+    def spell(self, name: str) -> str:
+        """Return its option with a name, as users type it."""
+        return f"{self.option}{' ' if self.option.startswith('--') else '='}{name}"
 
 
 class Permission:
@@ -280,7 +284,7 @@ def find_part(part_kind: Kind, name: object) -> Any:
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     remedy = f"did you mean {near[0]!r}? " if near else ""
     remedy += f"there are {', '.join(names)}; " if names else ""
-    remedy += f"one of your own: {part_kind.option}=FILE.py:Name"
+    remedy += f"one of your own: {part_kind.spell('FILE.py:Name')}"
     raise InputError(part_kind.code, f"no {part_kind.noun} {name!r}", part_kind.option, remedy)
 
 
@@ -295,7 +299,7 @@ def check_admitted(part_kind: Kind, name: str) -> None:
             problem = f"{quote(origin)}, which a run, a dataset or a policy names, is not here"
             typed_name = f"{Path(origin).name}:{leaf}"
             remedy = "get that file, and name it where it is"
-        words = f"{option}={typed_name}"
+        words = part_kind.spell(typed_name)
         if name in _permission.live:  # there is a newer one of its name
             words = f"the class itself, as {part_kind.argument.strip('-') or option}={leaf}"
         elif part_kind.argument:
@@ -331,7 +335,7 @@ def _attribute(part_kind: Kind, name: str) -> Any:
             near = difflib.get_close_matches(segment, list(vars(module)), n=1)
             problem = f"{quote(origin)} has no {segment!r}"
             problem += f", did you mean {near[0]!r}?" if near else ""
-            remedy = f"write {part_kind.option}=FILE.py:Name or package.module:Name"
+            remedy = f"write {part_kind.spell('FILE.py:Name')} or package.module:Name"
             raise InputError(part_kind.code, problem, part_kind.option, remedy)
         value = getattr(value, segment)
     return value
@@ -346,7 +350,7 @@ def part_module(part_kind: Kind, name: str) -> ModuleType:
     file, contents = Path(origin), _read_part(part_kind, name)
     if _permission.admitted[name] != digest_files(contents):
         problem = f"{quote(origin)} has changed meanwhile"
-        remedy = f"if you trust it, name it again: {part_kind.option}={quote(name)}"
+        remedy = f"if you trust it, name it again: {part_kind.spell(quote(name))}"
         raise InputError(part_kind.code, problem, part_kind.option, remedy)
     if _files.is_loading(file):
         remedy = "put what it does, when it is run, behind if __name__ == '__main__':"
@@ -376,7 +380,7 @@ def part_error(
     text += f", at {', from '.join(lines)}" if lines else ""
     if not remedy and not lines and isinstance(error, ImportError):
         remedy = "put the folder of a module on PYTHONPATH, or name a file: "
-        remedy += f"{part_kind.option}=FILE.py:Name"
+        remedy += part_kind.spell("FILE.py:Name")
     remedy = remedy or ("mend it there" if lines else "mend it")
     return InputError(part_kind.code, text, name, remedy)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from gear_offline.core.hub import is_there
 from gear_offline.core.parts import Kind, check_part, find_part, is_part
 from gear_offline.data.dataset.manifest import check_dataset
 from gear_offline.data.dataset.scores import dataset_names, find_scores
+from gear_offline.data.sources.reader import READERS
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.evaluation.collect.policies import quality_parts
 from gear_offline.evaluation.environments import check_environment
@@ -67,6 +69,14 @@ def check_data(recipe: Recipe, *, is_of_run: bool = False) -> None:
             raise no_data(data, is_of_run=is_of_run)
         if data.path and (not is_made or Path(data.path).is_file()):
             check_dataset(data.path)
+        elif is_made and not (data.path and is_there(data.path)):
+            check_reader(data.maker.reader)
+
+
+def check_reader(name: str | None) -> None:
+    """Refuse a reader that is not there, or that only a run names."""
+    if name is not None:
+        find_part(replace(READERS, option="data.reader", code="RECIPE"), name)
 
 
 def check_model(model: ModelSettings) -> None:

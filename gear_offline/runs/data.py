@@ -30,12 +30,14 @@ from gear_offline.data.convert.record import find_changes
 from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.data.dataset.growing import GrowingDataset
 from gear_offline.data.sources import open_source
+from gear_offline.data.sources.reader import NO_READER, READER, is_same_reader, name_reader
 from gear_offline.data.sources.uri import was_read_from
 from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import probe
 from gear_offline.loaders.options import loader_options, open_data, open_one, recipe_sampler
 from gear_offline.models.base import ModelSizes
+from gear_offline.runs.checks import check_reader
 from gear_offline.runs.fit import check_fit
 
 MOST_SQUARED = 1e18  # the squares of a layer's inputs are finite in float32, and so is their sum
@@ -117,7 +119,9 @@ def _make(data: DataSettings, path: Path, *, quiet: bool) -> None:
     if data.collect is not None:
         source = str(_collect(data.collect, path.with_name(path.name + ".hdf5"), quiet))
     say(f"converting {quote(source or '')} to {quote(path)}", quiet=quiet)
-    convert(source or "", path, columns=data.columns, histories=data.histories, quiet=quiet)
+    check_reader(data.reader)  # which `convert` takes for typed
+    options: Any = {name: getattr(data, name) for name in ("columns", "histories", "reader")}
+    convert(source or "", path, **options, quiet=quiet)
 
 
 def _check_origin(data: DataSettings, dataset: Dataset) -> None:
@@ -140,6 +144,10 @@ def _check_origin(data: DataSettings, dataset: Dataset) -> None:
     files = [file.name for file in origin.files]
     if data.source is not None and not was_read_from(data.source, origin.uri, files):
         raise _mismatch("dataset", path, data.source, ", ".join(files) or origin.uri)
+    recorded = str(origin.attributes.get(READER, NO_READER))
+    if not is_same_reader(data.reader, recorded):
+        expected = f"{data.source} by {name_reader(data.reader)}"
+        raise _mismatch("dataset", path, expected, f"{origin.uri} by {recorded}")
     if data.source is not None and (changed := ", ".join(find_changes(data.source, dataset))):
         sizes = ", ".join(f"{file.name} of {file.bytes:,} bytes" for file in origin.files[:3])
         raise _mismatch("dataset", path, f"{data.source}: {changed[:300]}", sizes)

@@ -6,10 +6,8 @@ Shape legend: N rows, E episodes.
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache, partial, reduce
 from itertools import pairwise
@@ -20,11 +18,10 @@ from typing import Any
 import numpy as np
 
 from gear_offline.config.problems import nearest
-from gear_offline.core.parts import Kind, admit, find_part, part_name
+from gear_offline.core.parts import Kind, admit, digest_of, find_part, is_part, part_name
 from gear_offline.core.text import count_text, first_line
 from gear_offline.core.types import Array, BoolArray
 from gear_offline.data.dataset.schema import fold_episodes
-from gear_offline.data.dataset.shard import digest
 from gear_offline.data.sources.arrays import SAME, Columns, as_rows
 from gear_offline.data.sources.base import Piece, Source
 from gear_offline.data.sources.columns import common_columns, kinds_of, row_kinds, some_names
@@ -45,7 +42,7 @@ _OPERATIONS |= {ast.GtE: np.greater_equal, ast.Add: np.add, ast.Sub: np.subtract
 _OPERATIONS |= {ast.Mult: np.multiply, ast.Div: np.divide, ast.FloorDiv: np.floor_divide}
 _OPERATIONS |= {ast.Mod: np.mod, ast.USub: np.negative}
 
-MAPS = Kind(noun="function", group="maps", option="map", code="USAGE", own={})
+MAPS = Kind(noun="function", group="maps", option="--map", code="USAGE", own={})
 
 EpisodeFunction = Callable[[Columns], Mapping[str, Any]]
 
@@ -87,22 +84,22 @@ def shift_source(source: Source, shift: Mapping[str, int]) -> Source:
 def find_function(given: str | Callable[..., Any], kind: Kind) -> tuple[Callable[..., Any], str]:
     """Return the function that ``FILE.py:function`` or ``module:function`` names, and its origin.
 
-    The origin has the digest of the file in which it stands.
+    The origin has the digest of its file and of what that imports from its folder.
     """
-    function, origin = given, ""
+    function: Any = given
+    name = part_name(given)
     if isinstance(given, str):
-        admit([name := part_name(given)])
-        function, origin = find_part(kind, name), Path(given).name
+        admit([name])
+        function = find_part(kind, name)
     if not callable(function):
         remedy = "give FILE.py:function, module:function or, in Python, a function"
         where = f"{kind.option} {given}"
         raise InputError("USAGE", f"a {type(given).__name__} is no function", where, remedy)
-    qualname = getattr(function, "__qualname__", type(function).__name__)
-    origin = origin or f"{function.__module__}:{qualname}"
-    with suppress(OSError, TypeError):  # typed at a prompt, or not written in Python
-        content = Path(inspect.getsourcefile(function) or "").read_bytes()
-        origin = f"{origin}, xxh3-128:{digest(content)}"
-    return function, origin
+    if not isinstance(name, str):  # an object that is called
+        return function, f"{type(function).__module__}:{type(function).__qualname__}"
+    part = name if is_part(name) else part_name(function)  # of an entry point
+    content = digest_of(part) if is_part(part) else ""
+    return function, f"{Path(name).name}{', ' * bool(content)}{content}"
 
 
 def map_episodes(source: Source, function: EpisodeFunction, numbers: Sequence[int]) -> Source:

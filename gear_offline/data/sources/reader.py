@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from gear_offline.core.files import writing
-from gear_offline.core.parts import Kind
+from gear_offline.core.parts import Kind, bare_name, digest_of, is_part
 from gear_offline.core.text import first_line
 from gear_offline.core.types import Array
 from gear_offline.data.dataset.shard import byte_view
@@ -29,8 +29,9 @@ from gear_offline.data.sources.edit import find_function
 from gear_offline.data.sources.input_files import InputFile, misfit
 from gear_offline.errors import GearError, InputError
 
-READERS = Kind(noun="reader", group="readers", option="reader", code="USAGE", own={})
-YIELDED = "yielded"  # digest of what it yielded, in the manifest
+READERS = Kind(noun="reader", group="readers", option="--reader", code="USAGE", own={})
+READER, YIELDED = "reader", "yielded"  # facts in the manifest: its name, digest of what it gave
+NO_READER = "no reader"
 REMEDY = "yield a dict of columns for each episode, as go.from_episodes takes them"
 
 EpisodeReader = Callable[[Path], Iterable[Mapping[str, Any]]]
@@ -39,8 +40,8 @@ EpisodeReader = Callable[[Path], Iterable[Mapping[str, Any]]]
 def open_by_reader(reader: str | EpisodeReader, path: Path, request: SourceRequest) -> Source:
     """Open a file or folder by a reader, or ``FILE.py:function`` that names one."""
     if request.rule:
-        problem, remedy = "rule and ends are not for a reader", "yield whole episodes and a flag"
-        raise InputError("USAGE", problem, remedy=f"{remedy}, such as terminated")
+        problem, remedy = "--rule and --ends are not for a reader", "yield whole episodes"
+        raise InputError("USAGE", problem, remedy=f"{remedy} and a flag")
     function, origin = find_function(reader, READERS)
     paths = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     files = tuple(InputFile.find(file) for file in paths)
@@ -54,7 +55,7 @@ def open_by_reader(reader: str | EpisodeReader, path: Path, request: SourceReque
             format="reader",
             rule="episodes",
             files=files,
-            attributes={"reader": origin, YIELDED: content},
+            attributes={READER: origin, YIELDED: content},
         )
         source = _Spooled(spool, lengths, terminated, info)
     except BaseException:
@@ -62,6 +63,21 @@ def open_by_reader(reader: str | EpisodeReader, path: Path, request: SourceReque
         raise
     source.warn(*notes)
     return source
+
+
+def name_reader(name: str | None) -> str:
+    """Return a reader as the manifest names it: with the digest of its file as that is now."""
+    content = digest_of(name) if name is not None and is_part(name) else ""
+    return ", ".join(filter(None, [Path(name or NO_READER).name, content]))
+
+
+def is_same_reader(name: str | None, recorded: str) -> bool:
+    """Return true if a reader is the one that a manifest names, and has not changed since.
+
+    Its file may have moved, or be gone.
+    """
+    before, now = (text.partition(", ") for text in (recorded, name_reader(name)))
+    return bare_name(before[0]) == bare_name(now[0]) and now[2] in ("", before[2])
 
 
 def _call(reader: EpisodeReader, path: Path) -> Iterator[Mapping[str, Any]]:
