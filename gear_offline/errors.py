@@ -32,7 +32,7 @@ _OPTION = re.compile(
     r"|\b(?:gear-offline|pip|torchrun|docker|ray start) [^;`]*)"
     r"|(?<![\w-])--(?P<name>(?!debug|json|nproc)[a-z]+(?:-[a-z]+)*)"
     r"(?: (?P<value>'[^']*'|(?=[^\s;)]*[^a-z\s;)(,.'-])[^\s;)]*[^\s;),.:]"
-    r"|(?:none|done-only|terminals|actions)\b))?"
+    r"|(?:none|done-only|terminals|actions|padded)\b))?"
 )
 _SWITCHES = ("allow-nonfinite", "exact", "overwrite", "private", "resume", "train")
 _callers = ["Python"]

@@ -208,3 +208,76 @@ def test_a_reader_that_only_a_run_names_is_not_run(
     assert not Path("ran").exists()
     go.train(recipe, RECIPE | {"train.steps": 2, "evaluate.episodes": 0}, out="run", quiet=True)
     assert Path("ran").exists()
+
+
+def _padded(mask: bool, extra: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return padded arrays and, cut from them by hand, the episodes."""
+    lengths, steps, rng = [4, 1, 3], 5, np.random.default_rng(0)
+    arrays: dict[str, Any] = {
+        "observations": rng.normal(size=(3, steps + extra, 2)).astype(np.float32),
+        "actions": rng.integers(0, 4, (3, steps)),
+        "rewards": rng.normal(size=(3, steps)),
+        "terminated": np.array([True, False, True]),
+        "level": np.array([7, 8, 9]),
+    }
+    episodes = []
+    for number, length in enumerate(lengths):
+        episode = {n: arrays[n][number][:length] for n in ("observations", "actions", "rewards")}
+        episodes.append(episode | {"level": [7 + number] * length})
+    real = [[step < length for step in range(steps)] for length in lengths]
+    return arrays | ({"mask": np.array(real)} if mask else {"lengths": lengths}), episodes
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("extra", [0, 1])
+def test_padded_arrays_are_read_up_to_their_lengths(tmp_path: Path, mask: bool, extra: int) -> None:
+    arrays, episodes = _padded(mask, extra)
+    np.savez_compressed(tmp_path / "p.npz", **arrays)
+    with go.open_source(tmp_path / "p.npz", reader="padded") as source:
+        assert source.episodes.lengths.tolist() == [4, 1, 3]
+        assert source.terminated.tolist() == [True, False, True]
+        for name in episodes[0]:
+            rows = np.concatenate([episode[name] for episode in episodes])
+            np.testing.assert_array_equal(source.read(name, 0, 8), rows)
+        if extra:
+            rows = source.read("next_observations", 5, 8)
+            np.testing.assert_array_equal(rows, arrays["observations"][2][1:4])
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"lengths": [4, 0, 3]}, "episode 1 is of 0 of 5 steps"),
+        ({"lengths": [4, 1, 6]}, "episode 2 is of 6 of 5 steps"),
+        ({"lengths": [4, 1.5, 3]}, "episode 1 is of 1.5"),
+        ({"lengths": [4, np.nan, 3]}, "episode 1 is of nan"),
+        ({"lengths": None}, r"no mask \(E, T\) or lengths"),
+        ({"mask": np.ones((3, 5)) * [0, 0, 1, 1, 1]}, "episode 0 has a mask"),
+        ({"level": np.zeros((3, 4))}, "level has shape"),
+        ({"level": np.zeros(4)}, "level has shape"),
+        ({"level": np.array(["a", "b", "c"])}, "neither numeric nor bool"),
+        ({"dones": np.ones((3, 5), bool)}, "true at step 0 of 4"),
+    ],
+)
+def test_padded_arrays_that_do_not_fit_are_refused(
+    tmp_path: Path, changes: dict[str, Any], problem: str
+) -> None:
+    arrays = {n: v for n, v in (_padded(False, 0)[0] | changes).items() if v is not None}
+    np.savez(tmp_path / "p.npz", **arrays)
+    with one_error("SOURCE_LAYOUT", problem):
+        go.open_source(tmp_path / "p.npz", reader="padded")
+
+
+def test_padded_arrays_are_not_taken_for_steps(tmp_path: Path) -> None:
+    arrays, _ = _padded(True, 0)
+    del arrays["rewards"]  # whose rows would be refused as they are
+    np.savez(tmp_path / "p.npz", **arrays)
+    with one_error("SOURCE_LAYOUT", "mask tells of .*; reader='?padded"):
+        go.open_source(tmp_path / "p.npz")
+
+
+def test_a_link_to_a_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "day").symlink_to(tmp_path)
+    with one_error("SOURCE_READ", "a link to a folder"):
+        go.open_source(tmp_path / "logs", reader=_broken)

@@ -29,7 +29,7 @@ SCALARS = ("rewards", *FLAGS)  # (N, 1) is read as one number a step
 PAIRS = {"terminals": "timeouts", "terminations": "truncations", "terminated": "truncated"}
 PAIRS |= {"is_terminal": "is_last", "terminal": "timeout", "termination": "truncation"}
 PAIRS |= {"terminateds": "truncateds"}
-PADDED = "; of shape (episodes, steps, ...): docs/how-to/convert.md, Padded arrays"
+PADDED = "; of shape (episodes, steps, ...): --reader padded, docs/how-to/convert.md"
 BLOCK_ROWS = 1 << 20  # of a column in memory
 RowsWhereTrue = Callable[[str], Int64Array]  # of a flag by its name, (K,)
 

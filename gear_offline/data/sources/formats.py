@@ -72,7 +72,7 @@ def list_formats() -> str:
     *suffixes, last = (suffix for form in FILE_FORMATS for suffix in form.suffixes)
     files = f"a {', '.join(suffixes)} or {last} file, a folder of them"
     names = ", ".join(form.names for form in FORMATS if form.names)
-    return f"accepted are {files}, {names}; others: docs/how-to/convert.md, Other files"
+    return f"accepted are {files}, {names}; others: --reader FILE.py:FUNCTION"
 
 
 def find_format(path: Path) -> Format | None:

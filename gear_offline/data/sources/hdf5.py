@@ -85,8 +85,8 @@ class Hdf5File(Closing):
                 way = OTHER_FILES.get(path.suffix.lower(), "").format(str(path))
                 is_other = path.suffix and not path.suffix.lower().startswith(".h")
                 problem = f"{path.suffix} files are not read" if is_other else "not an HDF5 file"
-                remedy = f"in Python: {way}; " * bool(way) + "docs/how-to/convert.md, Other files: "
-                remedy += "HDF5, npz, parquet, arrow and zarr are read"
+                remedy = f"in Python: {way}; " * bool(way) + "a reader of your own: "
+                remedy += "--reader FILE.py:FUNCTION, docs/how-to/convert.md"
                 raise InputError("SOURCE_READ", problem, str(path), remedy)
             try:
                 self._file = h5py.File(path, "r", locking="best-effort")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -32,6 +32,8 @@ from gear_offline.data.sources.rules import ARTIFICIAL
 READ_BYTES = 1 << 20
 MAX_RATIO = 1032  # of deflate
 MAX_WHOLE_BYTES = 1 << 30  # of an array that is stored by columns
+MASKS = ("mask", "masks", "valid", "valids", "is_valid", "attention_mask")  # true where real
+LENGTHS = ("lengths", "length", "episode_lengths", "episode_length", "seq_lens", "traj_lengths")
 OGBENCH = "taken for OGBench's: terminals end recordings; --rule terminals counts terminations"
 
 
@@ -115,9 +117,8 @@ def open_lazily(file: InputFile) -> io.BufferedReader:
     return io.BufferedReader(_LazyFile(file), READ_BYTES)
 
 
-def open_npz(path: Path, request: SourceRequest) -> Source:
-    """Open an ``.npz`` file of OGBench, or of flat arrays with flags."""
-    path = path.absolute()
+def open_members(path: Path) -> tuple[InputFile, dict[str, Member]]:
+    """Open an ``.npz`` file; return it, and its arrays by name."""
     file = InputFile.find(path)
     members = dict[str, Member]()
     with reading_errors(".npz", path):
@@ -132,6 +133,30 @@ def open_npz(path: Path, request: SourceRequest) -> Source:
             most = MAX_RATIO * min(entry.compress_size, file.identity[2])
             if not claimed <= entry.file_size <= most:
                 raise ValueError(f"{entry.filename} holds less than it claims")
+    return file, members
+
+
+def find_padding(members: Mapping[str, Any]) -> str | None:
+    """Return the mask or the lengths of arrays (E, T, ...), by names and shapes alone."""
+    stepwise = [members[n].shape for n in ("rewards", "actions") if n in members]
+    if not stepwise or min(map(len, stepwise)) < 2 or len({shape[:2] for shape in stepwise}) > 1:
+        return None
+    episodes, steps = stepwise[0][:2]
+    seen = members["observations"].shape if "observations" in members else (episodes, steps)
+    if steps < 2 or seen[:2] not in ((episodes, steps), (episodes, steps + 1)):
+        return None
+    shapes = dict.fromkeys(MASKS, (episodes, steps)) | dict.fromkeys(LENGTHS, (episodes,))
+    fits = (n for n, shape in shapes.items() if n in members and members[n].shape == shape)
+    return next((n for n in fits if members[n].dtype.kind in "biuf"), None)
+
+
+def open_npz(path: Path, request: SourceRequest) -> Source:
+    """Open an ``.npz`` file of OGBench, or of flat arrays with flags."""
+    path = path.absolute()
+    file, members = open_members(path)
+    if not request.rule and (padding := find_padding(members)):
+        problem = f"{padding} tells of arrays (episodes, steps, ...)"
+        raise misfit(problem, path, "--reader padded reads them; a --rule takes rows for steps")
     if "valids" in members:
         problem = "a compact dataset of OGBench: two rows are flagged at each end"
         raise misfit(problem, path, "give ogbench's own file, or save with compact_dataset=False")

@@ -29,7 +29,13 @@ from gear_offline.data.sources.edit import find_function
 from gear_offline.data.sources.input_files import InputFile, misfit
 from gear_offline.errors import GearError, InputError
 
-READERS = Kind(noun="reader", group="readers", option="--reader", code="USAGE", own={})
+READERS = Kind(
+    noun="reader",
+    group="readers",
+    option="--reader",
+    code="USAGE",
+    own={"padded": "gear_offline.data.sources.padded:read_padded"},
+)
 READER, YIELDED = "reader", "yielded"  # facts in the manifest: its name, digest of what it gave
 NO_READER = "no reader"
 REMEDY = "yield a dict of columns for each episode, as go.from_episodes takes them"
@@ -43,7 +49,11 @@ def open_by_reader(reader: str | EpisodeReader, path: Path, request: SourceReque
         problem, remedy = "--rule and --ends are not for a reader", "yield whole episodes"
         raise InputError("USAGE", problem, remedy=f"{remedy} and a flag")
     function, origin = find_function(reader, READERS)
-    paths = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    inside = sorted(path.rglob("*")) if path.is_dir() else [path]
+    for link in (p for p in inside if p.is_symlink() and not p.is_file()):
+        problem = "a link to a folder, or to nothing: the manifest would not have its files"
+        raise InputError("SOURCE_READ", problem, str(link), "put the files themselves there")
+    paths = [p for p in inside if p.is_file()]
     files = tuple(InputFile.find(file) for file in paths)
     spool = _Spool()
     try:
