@@ -1,6 +1,7 @@
 """Each family's boundaries and bytes against a naive reader; what the user is told."""
 
 import http.server
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -278,6 +279,57 @@ def test_download_and_its_failure(tmp_path: Path, monkeypatch: Patch) -> None:
     assert caught.value.code == "SOURCE_READ"
     assert str(cache / "hopper_expert-v2.hdf5") == caught.value.where
     assert [p.name for p in cache.iterdir()] == ["hopper_medium-v2.hdf5"]
+
+
+GYM = """
+entries = {}
+def make(name):
+    return entries[name]()
+"""
+PACKAGE = """
+import h5py, gym
+print("a warning of the package")
+class Environment:
+    def get_dataset(self):
+        arrays = {}
+        with h5py.File(PATH, "r") as file:
+            file.visititems(lambda n, d: arrays.update({n: d[()]}) if hasattr(d, "shape") else None)
+        return arrays
+    def close(self):
+        pass
+gym.entries["hopper-medium-v2"] = gym.entries["made-up-v0"] = Environment
+"""
+
+
+@pytest.mark.parametrize("name", ["hopper-medium-v2", "made-up-v0"])
+def test_the_package_of_d4rl_gives_what_its_file_has(
+    tmp_path: Path, monkeypatch: Patch, name: str
+) -> None:
+    cut, ended = np.zeros(9, bool), np.zeros(9, bool)
+    ended[3] = cut[6] = True
+    columns = flagged(ended, cut)
+    extra = {"metadata/algorithm": np.bytes_(b"SAC"), "metadata/weights": np.zeros((2, 3))}
+    file = write(tmp_path / "hopper_medium-v2.hdf5", columns | extra)
+    (tmp_path / "gym.py").write_text(GYM)
+    (tmp_path / "d4rl.py").write_text(f"PATH = {str(file)!r}\n{PACKAGE}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for module in ("gym", "d4rl"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setenv("D4RL_DATASET_DIR", str(tmp_path / "empty"))
+    monkeypatch.setattr(d4rl, "SERVER", "nowhere:")
+    manifests = [
+        convert(f"d4rl:{name}", tmp_path / "packaged", quiet=True),
+        convert(file, tmp_path / "read", quiet=True),
+    ]
+    with open_source(tmp_path / "packaged") as dataset:
+        assert_same(dataset, columns, naive_episodes(columns, lambda row, _: row in (3, 6)))
+    assert {manifest.source.format for manifest in manifests} == {"d4rl"}
+    assert len({manifest.source.rule for manifest in manifests}) == 1
+    assert str(manifests[0].source.attributes["yielded"]).startswith("xxh3-128:")
+    (tmp_path / "d4rl.py").write_text("raise SystemExit('no MuJoCo')")
+    monkeypatch.delitem(sys.modules, "d4rl")
+    with one_error("SOURCE_READ"):  # as without the package
+        open_source(f"d4rl:{name}")
 
 
 def test_a_missing_file_of_d4rl_says_where_it_comes_from(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ CORE_PACKAGES = (
 OPTIONAL_PACKAGES = {
     "mujoco": ("simulator of the locomotion tasks", "pip install 'gear-offline[mujoco]'"),
     "minari": ("Minari datasets", "pip install 'gear-offline[minari]'"),
+    "d4rl": ("D4RL's own names and servers", "pip install d4rl"),
     "pyarrow": ("parquet and LeRobot", "pip install 'gear-offline[parquet]'"),
     "zarr": ("zarr stores", "pip install 'gear-offline[zarr]'"),
     "av": ("videos of LeRobot", "pip install 'gear-offline[lerobot]'"),

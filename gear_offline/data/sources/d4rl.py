@@ -182,18 +182,22 @@ def _find_family(
 
 
 def find_or_download(name: str) -> Path:
-    """Return the file of D4RL's dataset `name` in the cache that the d4rl package has too."""
-    file = dataset_file(name)
-    if file is None:
+    """Return the file of D4RL's dataset `name`, which is downloaded if it is missing."""
+    file, target = dataset_file(name), find_place(name)
+    if file is None or target is None:
         near = ", ".join(difflib.get_close_matches(name, dataset_names(), n=3))
         remedy = f"did you mean {near}" if near else "names look like hopper-medium-v2"
         raise InputError("SOURCE_READ", f"D4RL has no dataset {name!r}", remedy=remedy)
-    configured = os.environ.get("D4RL_DATASET_DIR")
-    folder = Path(configured).expanduser() if configured else Path.home() / ".d4rl" / "datasets"
-    target = folder / PurePosixPath(file).name
     if not target.is_file():
         _download(SERVER + file, target)
     return target
+
+
+def find_place(name: str) -> Path | None:
+    """Return where a dataset's file is in the cache that the d4rl package has too."""
+    configured, file = os.environ.get("D4RL_DATASET_DIR"), dataset_file(name)
+    folder = Path(configured).expanduser() if configured else Path.home() / ".d4rl" / "datasets"
+    return None if file is None else folder / PurePosixPath(file).name
 
 
 def _download(url: str, target: Path) -> None:

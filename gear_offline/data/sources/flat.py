@@ -76,7 +76,7 @@ def table_source(
 
     `numbers` are single values beside them, which may tell of a ring.
     """
-    where, facts = str(info.pop("where", files[0].path)), info.pop("facts", {})
+    where, facts = str(info.pop("where", files and files[0].path)), info.pop("facts", {})
     column_names, left_out = find_columns(arrays, request, where=where)
     candidates = ((n, arrays[n]) for n in left_out if arrays[n].dtype is not None)
     vectors = [n for n, v in candidates if len(v.shape or ()) == 1 and v.dtype.kind in "biufU"]

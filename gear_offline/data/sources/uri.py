@@ -13,6 +13,7 @@ from gear_offline.core.hub import fetch, is_hub
 from gear_offline.data.dataset.scores import dataset_file, dataset_of_file
 from gear_offline.data.sources.base import Source, SourceRequest
 from gear_offline.data.sources.combine import adapt_columns, with_columns
+from gear_offline.data.sources.d4rl_package import open_d4rl_package
 from gear_offline.data.sources.folders import open_folder
 from gear_offline.data.sources.formats import (
     FILE_FORMATS,
@@ -89,12 +90,15 @@ def open_source(
         request = SourceRequest(path.name, rule, names, partial=partial)
         return adapt_columns(with_columns(open_by_reader(reader, path, request), names))
     scheme, name, key = _split(uri) if isinstance(uri, str) else ("", "", None)
+    request = SourceRequest(str(uri), rule, names, key, partial)
+    if scheme == "d4rl" and (packaged := open_d4rl_package(name, request)):
+        return adapt_columns(with_columns(packaged, names), rule)
     if scheme:
         path = SCHEMES[scheme](name)
     else:
         _check_exists(str(uri), path)
-    text = str(uri) if scheme in ("d4rl", "minari") else path.name
-    request = SourceRequest(text, rule, names, key, partial)
+    if scheme not in ("d4rl", "minari"):
+        request = request._replace(uri=path.name)
     form = find_format(path) if key is None else HDF5
     source = open_format(form, path, request) if form else open_folder(path, request)
     return adapt_columns(source, rule)
