@@ -31,7 +31,7 @@ SINGLE = ("train.graph=on", "train.compile=on", "train.precision=fp32")
 
 
 def run(*, quick: bool = False) -> dict[str, Any]:
-    """Measure; about two minutes."""
+    """Measure; about four minutes."""
     need_cuda()
     peer = _peer()
     steps, turns = (200, 3) if quick else (1000, 5)
@@ -120,7 +120,7 @@ def _rates(peer: ModuleType, data: Any, steps: int, turns: int) -> dict[str, flo
 
     def loop() -> Any:
         state, key, loss = start(jax.random.PRNGKey(0)), jax.random.PRNGKey(1), None
-        for _ in range(steps // 10):
+        for _ in range(steps // 50):
             key, data_key, update_key = jax.random.split(key, 3)
             state, loss = update(state, sample(data_key, trajectories), update_key)
         return loss
@@ -130,7 +130,7 @@ def _rates(peer: ModuleType, data: Any, steps: int, turns: int) -> dict[str, flo
     state, states = start(keys[0]), jax.vmap(start)(keys)
     narrow, narrow_states = _in_bfloat16(state), _in_bfloat16(states)
     ways = {
-        "JAX-CORL's loop": (loop, steps // 10),
+        "JAX-CORL's loop": (loop, steps // 50),
         "JAX-CORL's step in one scan": (lambda: single(state, keys[0]), steps),
         f"the same, {SEEDS} seeds vmapped, in sum": (lambda: many(states, keys), SEEDS * steps),
         "one scan, bfloat16": (lambda: single(narrow, keys[0]), steps),
