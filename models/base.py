@@ -141,6 +141,7 @@ class PlayedWindow:
     noise: Tensor | float = 0.0  # (B, A) standard normal: draw the actions; 0.0: their means
     padding: Padding = "right"
     tasks: Tensor | None = None
+    rewards: Tensor | None = None  # (B, K, 1) float32 as the data hold them; the newest's is 0
 
     @property
     def attention_mask(self) -> Tensor:

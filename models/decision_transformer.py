@@ -6,7 +6,7 @@ padding is on the right, attention takes the fused kernels without a dense mask.
 loss does not use are left out.  Only the state tokens, where actions are predicted, pass the last
 MLP.
 
-Shape legend: B windows, K steps, T = 3K tokens (return or goal, state, action), H hidden size, S
+Shape legend: B windows, K steps, T = 3K tokens (condition, state, action), H hidden size, S
 state elements, A action elements or discrete actions.
 """
 
@@ -60,6 +60,11 @@ STATE_TOKENS = slice(1, None, 3)  # of (return, state, action); actions are pred
 JOINT_INPUTS = 512  # elements of all inputs: beyond, zeros cost more than narrow products
 UNUSED = ("predict_state.", "predict_return.", "encoder.wte.")  # no gradient from the action loss
 TANH_TOLERANCE = 1e-6  # float32 rounding of actions that were clipped to [-1, 1]
+
+
+def previous_rewards(rewards: Tensor) -> Tensor:
+    """Return the reward of the step before each step of windows (B, K, 1), 0 at the first."""
+    return F.pad(rewards[:, :-1], (0, 0, 1, 0))
 
 
 class Predictions(dict[str, Tensor]):
@@ -254,9 +259,10 @@ class DecisionTransformer(SequenceModel):
         actions
             (B, K, A) floating; for discrete actions (B, K) integer or (B, K, A) one-hot.
         rewards
-            Ignored, as in the released class.
+            (B, K, 1) floating, of a model with ``config.condition="rewards"``, whose first token of
+            a step is the reward of the step before; else ignored, as in the released class.
         returns_to_go
-            (B, K, 1) floating.
+            (B, K, 1) floating, of other models.
         timesteps
             (B, K) integer in [0, ``max_ep_len``).  Checked on CPU; on a GPU the check would cost
             a synchronisation, so check the data once with `check_timesteps`.
@@ -287,7 +293,7 @@ class DecisionTransformer(SequenceModel):
         TypeError
             For keyword arguments that do not exist; the released class ignores them.
         """
-        condition = goals if self.goals else returns_to_go
+        condition = self._condition(goals, rewards, returns_to_go)
         tokens = self._embed(states, actions, condition, timesteps, tasks)
         mask = None
         if attention_mask is not None and padding != "right":
@@ -334,7 +340,7 @@ class DecisionTransformer(SequenceModel):
 
     def act(self, window: PlayedWindow) -> Tensor:
         """Return an action, or logits, for each window."""
-        condition = window.goals if self.goals else window.returns_to_go
+        condition = self._condition(window.goals, window.rewards, window.returns_to_go)
         assert condition is not None, "the policy gives what its model asks for"
         inputs = (window.states, window.actions, condition, window.timesteps, window.place)
         return self.predict_last_action(*inputs, window.noise)
@@ -352,6 +358,10 @@ class DecisionTransformer(SequenceModel):
     @property
     def bounded(self) -> bool:
         return self.config.action_tanh
+
+    @property
+    def asks_nothing(self) -> bool:
+        return self.config.condition == "rewards"
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -417,6 +427,14 @@ class DecisionTransformer(SequenceModel):
         hidden = self._encode(tokens, None, keep=3 * last_step + 1)
         return self._choose(self._head(hidden)[:, 0], noise)
 
+    def _condition(
+        self, goals: Tensor | None, rewards: Tensor | None, returns: Tensor | None
+    ) -> Tensor | None:
+        """Return the inputs of the first token of each step."""
+        if self.config.condition == "rewards":
+            return None if rewards is None else previous_rewards(rewards)
+        return goals if self.goals else returns
+
     def _embed(
         self,
         states: Tensor | Mapping[str, Tensor] | None,
@@ -425,9 +443,10 @@ class DecisionTransformer(SequenceModel):
         timesteps: Tensor | None,
         tasks: Tensor | None = None,
     ) -> Tensor:
-        """Interleave (return or goal, state, action) of each step: (B, 3K, H)."""
+        """Interleave (condition, state, action) of each step: (B, 3K, H)."""
         if states is None or actions is None or condition is None or timesteps is None:
             missing = "goals" if self.goals else "returns_to_go"
+            missing = "rewards" if self.config.condition == "rewards" else missing
             raise InputError("MODEL", f"states, actions, {missing} and timesteps are all needed")
         if self.goals:
             condition = self.features(condition).expand(-1, actions.shape[1], -1)
@@ -520,6 +539,8 @@ def config_of(facts: ModelFacts, settings: TransformerSettings) -> TransformerCo
     ours["context_length"] = facts.context_length
     if settings.is_stochastic:
         ours["stochastic_policy"] = True
+    if settings.condition == "rewards":
+        ours["condition"] = "rewards"
     if settings.position == "rotary":
         ours["position"] = "rotary"
         if hidden // settings.heads % 2:

@@ -97,5 +97,8 @@ def _released_config(config: TransformerConfig) -> DecisionTransformerConfig:
     if config.position != "none":
         problem, remedy = f"the released class has no {config.position} positions", "use none"
         raise InputError("MODEL", problem, "model.position", remedy)
+    if config.condition != "returns":
+        problem, remedy = f"the released class reads no {config.condition}", "use returns"
+        raise InputError("MODEL", problem, "model.condition", remedy)
     keys = {name: value for name, value in config.to_dict().items() if name not in RELEASED}
     return DecisionTransformerConfig(**keys)  # from_dict builds the defaults too, and warns of them

@@ -135,10 +135,11 @@ class Policy:
         self._targets: Float64Array = np.zeros((0, self.state_dim) if self.goals else 0)
         self._steps: Int64Array = np.zeros(0, np.int64)
         self._waiting: BoolArray = np.zeros(0, np.bool_)  # for a reward
-        self._done: Float64Array = np.zeros((0, 1 if self.discrete else self.action_dim))
-        # (E + 1, K, width) state, what was done, what is asked, timestep; the last row is nobody's
+        action_width = 1 if self.discrete else self.action_dim
+        self._done: Float64Array = np.zeros((0, action_width + 1))  # the last action, its reward
+        # (E + 1, K, width) state, action, its reward, target, timestep; the last row is nobody's
         target_width = self.state_dim if self.goals else 1
-        self._widths = [model.state_width, self._done.shape[1], target_width, 1]
+        self._widths = [model.state_width, action_width, 1, target_width, 1]
         self._memory = torch.zeros((1, context_length, sum(self._widths)), device=self.device)
         self._frames = {  # (E + 1, stack, *frame), the newest one last
             name: torch.zeros((1, *c.state_shape), dtype=_type(c), device=self.device)
@@ -237,6 +238,8 @@ class Policy:
                     "USAGE", problem, remedy=f"{remedy}for 0, or policy.reset(0, TARGET)"
                 )
             indices, targets = None, indices
+        if targets is None and self.model.asks_nothing:
+            targets = 0.0
         if targets is None:
             if self.goals or not self.facts.targets:
                 problem, remedy = (
@@ -368,7 +371,7 @@ class Policy:
 
         def finish() -> Array:
             actions = wait()
-            self._done[envs] = actions.reshape(len(envs), -1)
+            self._done[envs, :-1] = actions.reshape(len(envs), -1)
             self._waiting[envs] = True
             self._steps[envs] += 1
             return actions
@@ -378,7 +381,12 @@ class Policy:
     @torch_defaults()
     @torch.inference_mode()
     def act_in_episodes(
-        self, observations: Observations, actions: Array, targets: Float64Array, starts: Int64Array
+        self,
+        observations: Observations,
+        actions: Array,
+        rewards: Float64Array,
+        targets: Float64Array,
+        starts: Int64Array,
     ) -> Array:
         """Choose an action at each of N steps of episodes that are there; nothing is remembered.
 
@@ -388,8 +396,9 @@ class Policy:
         ----------
         observations
             (N, S) of one episode after another; no frames.
-        actions, targets
-            (N, A) or (N,) actions done; (N,) remaining targets, as `targets` has them.
+        actions, rewards, targets
+            (N, A) or (N,) actions done; (N,) rewards as the data hold them; (N,) remaining targets,
+            as `targets` has them.
         starts
             (E,) numbers of the episodes' first steps.
 
@@ -405,13 +414,14 @@ class Policy:
             name: torch.from_numpy(rows).to(self.device)[:, None] for name, rows in observed.items()
         }
         states = states if len(states) > 1 else next(iter(states.values()))
-        numbers = [actions, self.window.returns(targets), np.minimum(steps, self.max_timestep - 1)]
+        asked, timesteps = self.window.returns(targets), np.minimum(steps, self.max_timestep - 1)
+        numbers = [actions, rewards, asked, timesteps]
         with calling_model(self.model, "act()"), evaluation_mode(self.model):
             columns = [self.model.remember(states)[:, 0]]
             columns += [torch.from_numpy(x.reshape(count, -1)).to(columns[0]) for x in numbers]
             table = torch.cat(columns, 1)
             table = torch.cat([table, table.new_zeros(1, table.shape[1])])  # of padding
-            back, done = torch.arange(length, device=self.device), self._widths[0]
+            back, first = torch.arange(length, device=self.device), self._widths[0]
             places = torch.from_numpy(steps).to(self.device).clamp(max=length - 1)
             pieces = list[Array]()
             every = torch.arange(count, device=self.device)
@@ -419,7 +429,7 @@ class Policy:
                 place = places[rows]
                 index = (rows - place)[:, None] + back
                 window = table[index.where(back <= place[:, None], count)]
-                window[every[: len(rows)], place, done : done + self._widths[1]] = 0.0
+                window[every[: len(rows)], place, first : first + self._done.shape[1]] = 0.0
                 pieces.append(np.asarray(self._choose(window, place, 0.0).cpu().numpy()))
         return np.concatenate(pieces)
 
@@ -443,10 +453,11 @@ class Policy:
     ) -> Tensor:
         """Remember the current step and return the actions (n, A) or (n,).
 
-        `numbers` (n, 2 + A + targets) float64 are rows of the memory, steps so far, the last action
-        and the targets.  No window has more than `filled` steps.
+        `numbers` (n, 3 + A + targets) float64 are rows of the memory, steps so far, the last action
+        and its reward, and the targets.  No window has more than `filled` steps.
         """
-        row, step, done, targets = torch.split(numbers, [1, 1, *self._widths[1:3]], dim=1)
+        widths = [1, 1, self._done.shape[1], self._widths[3]]
+        row, step, done, targets = torch.split(numbers, widths, dim=1)
         rows, steps = row[:, 0].long(), step[:, 0].long()
         inputs = {}
         for name, state in observed.items():
@@ -474,11 +485,12 @@ class Policy:
     def _choose(self, window: Tensor, position: Tensor, noise: Tensor | float) -> Tensor:
         """Return the actions (n, A) or (n,) at a place (n,) of remembered steps (n, K, width)."""
         pieces = torch.split(window, self._widths, dim=2)
-        states, actions, targets, timesteps = (tensor.contiguous() for tensor in pieces)
+        states, actions, rewards, targets, timesteps = (tensor.contiguous() for tensor in pieces)
         if self.discrete:
             actions = actions[..., 0].long()
         timesteps = timesteps[..., 0].long()
-        return predict_actions(self.model, states, actions, targets, timesteps, position, noise)
+        inputs = (states, actions, rewards, targets, timesteps, position)
+        return predict_actions(self.model, *inputs, noise)
 
     def observe_reward(
         self,
@@ -513,7 +525,8 @@ class Policy:
         if not self._waiting[envs].all():
             raise InputError("MODEL", "observe_reward was called without an act before it")
         if actions is not None:
-            self._done[envs] = np.asarray(actions).reshape(len(envs), -1)
+            self._done[envs, :-1] = np.asarray(actions).reshape(len(envs), -1)
+        self._done[envs, -1] = self.window.edit_rewards(values)
         if not self.goals:
             self._targets[envs] = self.window.next_targets(self._targets[envs], values)
         self._waiting[envs] = False
@@ -552,6 +565,7 @@ def predict_actions(
     model: SequenceModel,
     features: Tensor,
     actions: Tensor,
+    rewards: Tensor | None,
     targets: Tensor,
     timesteps: Tensor,
     position: Tensor,
@@ -560,7 +574,8 @@ def predict_actions(
     """Return the actions (n, A) float32, or (n,) int64, of windows of remembered steps."""
     returns, goals = (None, targets) if model.facts.goals else (targets, None)
     states = model.recall(features)
-    action = model.act(PlayedWindow(states, actions, returns, goals, timesteps, position, noise))
+    inputs = (states, actions, returns, goals, timesteps, position, noise)
+    action = model.act(PlayedWindow(*inputs, rewards=rewards))
     if not model.facts.discrete:
         return action.float()
     return action.argmax(-1) if action.is_floating_point() else action.long()
@@ -574,8 +589,8 @@ class _Graph:
 
     def __init__(self, policy: Policy) -> None:
         count, device, length = policy.environments, policy.device, policy.context_length
-        _, done, width, _ = policy._widths
-        self._numbers = torch.zeros((count, 2 + done + width), dtype=torch.float64, device=device)
+        width = 2 + sum(policy._widths[1:4])
+        self._numbers = torch.zeros((count, width), dtype=torch.float64, device=device)
         self._numbers[:, 0] = self._nobody = count
         self._seen = {
             name: torch.zeros((count, *column.shape), dtype=_type(column), device=device)

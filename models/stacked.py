@@ -26,6 +26,7 @@ from gear_offline.models.decision_transformer import (
     STATE_TOKENS,
     DecisionTransformer,
     check_timesteps,
+    previous_rewards,
 )
 from gear_offline.models.loss import TrainingBatch, mean_loss, segment_losses, step_losses
 from gear_offline.models.narrow import LOADED, joint_maps
@@ -148,6 +149,7 @@ class StackedModels(Stack):
         self._epsilon = first.config.layer_norm_epsilon
         self._activation = first.encoder.h[0].mlp.act
         self._tanh, self._goals = first.config.action_tanh, first.goals
+        self._sees_rewards = first.config.condition == "rewards"
         self._rows = first.config.max_ep_len
         self._kind = torch.float32 if precision is None else precision
         self._keys: dict[str, str] = {}
@@ -167,6 +169,8 @@ class StackedModels(Stack):
         inputs = (fields[name].unflatten(0, (self.count, -1)) for name in INPUTS)  # type: ignore[no-untyped-call]
         states, actions, steps, mask = inputs
         targets: Any = fields["goals" if self._goals else "returns_to_go"]
+        if self._sees_rewards:
+            targets = previous_rewards(fields["rewards"])
         targets = targets.unflatten(0, (self.count, -1))
         targets = targets.flatten(3).expand(*steps.shape, -1)  # a goal is that of all steps
         seeds = None  # (layers, N), what the attention kernel draws its dropout from

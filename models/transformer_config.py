@@ -35,7 +35,8 @@ class TransformerConfig(BaseModel):
     of returns.  ``stochastic_policy``: see `gear_offline.models.gaussian`.  ``frame_encoder``,
     ``frame_shape``, ``frame_dtype``, ``frame_stack``: of frames.  ``observations``: the columns of
     several.  ``tasks``: see `gear_offline.models.multitask`.  ``position``: of tokens in the
-    window; a file of a model with one names another class, as that one would ignore it.
+    window; ``condition``: rewards in place of returns-to-go.  A file of a model with either names
+    another class, as that one would ignore it.
     """
 
     # not frozen: the Trainer of transformers sets `use_cache`
@@ -70,6 +71,7 @@ class TransformerConfig(BaseModel):
     goals: bool = False
     stochastic_policy: bool = False
     position: Literal["none", "rotary"] = "none"
+    condition: Literal["returns", "rewards"] = "returns"
     frame_encoder: Literal["none", "cnn", "patch"] = "none"
     frame_shape: Annotated[tuple[Size, ...], Field(min_length=2, max_length=3)] | tuple[()] = ()
     frame_dtype: Literal["uint8", "float32"] = "uint8"
@@ -91,6 +93,8 @@ class TransformerConfig(BaseModel):
             raise ValueError("discrete actions need logits, but action_tanh would bound them")
         if self.stochastic_policy and (self.discrete_actions or self.tasks):
             raise ValueError("a Gaussian policy is for continuous actions of one task")
+        if self.condition == "rewards" and self.goals:
+            raise ValueError("goals and rewards would be the same token")
         columns = self.columns
         unfit = self.goals or self.tasks if len(columns) > 1 else False
         unfit = unfit or (self.frame_encoder != "none" and not self.frame_shape)
@@ -111,7 +115,8 @@ class TransformerConfig(BaseModel):
     def to_dict(self) -> dict[str, Any]:
         """Return the keys of a ``config.json``; those of ours only where they were set."""
         released = self.model_dump(mode="json", include=RELEASED_KEYS)
-        names = OURS if self.position == "rotary" else RELEASED
+        is_released = self.position == "none" and self.condition == "returns"
+        names = RELEASED if is_released else OURS
         return names | released | self.model_dump(mode="json", exclude_unset=True)
 
     def to_json_string(self) -> str:

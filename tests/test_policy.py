@@ -83,7 +83,7 @@ def test_episodes_that_are_there_are_acted_in_as_step_by_step(name: str) -> None
             targets[row] = policy.targets[0]
             expected.append(policy.act(seen[row : row + 1])[0])
             policy.observe_reward(rewards[row : row + 1], actions=actions[row : row + 1])
-    found = policy.act_in_episodes(seen, actions, targets, starts)
+    found = policy.act_in_episodes(seen, actions, rewards, targets, starts)
     np.testing.assert_allclose(found, np.array(expected), rtol=0, atol=1e-6)
 
 

@@ -76,7 +76,7 @@ def test_a_rotary_model_is_read_again_and_is_no_released_one(tmp_path: Path) -> 
 def test_a_run_over_histories_trains_resumes_and_acts(tmp_path: Path) -> None:
     convert_histories(tmp_path / "data")
     changes = ["loader.span=history", "loader.context_length=30", "model.position=rotary"]
-    changes += ["model.max_timestep=20", "evaluate.episodes=0"]
+    changes += ["model.max_timestep=20", "model.condition=rewards", "evaluate.episodes=0"]
     recipe = tiny_recipe(tmp_path / "data", *changes)
     whole = go.train(recipe, out=tmp_path / "whole", quiet=True)
     with interrupted_in(7), pytest.raises(TrainingInterrupted):
@@ -85,3 +85,7 @@ def test_a_run_over_histories_trains_resumes_and_acts(tmp_path: Path) -> None:
     assert learnt(tmp_path / "resumed")["model"] == learnt(whole.path)["model"]
     model = go.load_policy(whole.path, device="cpu").model
     assert isinstance(model, DecisionTransformer) and model.config.position == "rotary"
+    assert model.config.condition == "rewards" and model.asks_nothing
+    with one_error("MODEL", "model.condition that it had"):
+        starts = {"train.init": whole.path, "model.condition": "returns"}
+        go.train(recipe.replace(starts), out=tmp_path / "other", quiet=True)

@@ -58,13 +58,14 @@ def make_batch(seed: int, size: int, *, rewards: bool = True) -> Batch:
     heads=st.sampled_from([1, 2]),
     activation=st.sampled_from(["relu", "gelu_new"]),
     tanh=st.booleans(),
-    goals=st.booleans(),
+    condition=st.sampled_from(["returns", "rewards", "goals"]),
 )
 def test_losses_and_gradients_are_those_of_each_alone(
-    count: int, size: int, layers: int, heads: int, activation: str, tanh: bool, goals: bool
+    count: int, size: int, layers: int, heads: int, activation: str, tanh: bool, condition: str
 ) -> None:
     options = {"layers": layers, "heads": heads, "activation": activation, "action_tanh": tanh}
-    options["goals"] = goals
+    goals = condition == "goals"
+    options |= {"goals": True} if goals else {"condition": condition}
     models = [make_model(seed, **options) for seed in range(count)]
     alone = [make_model(seed, **options) for seed in range(count)]
     batches = [make_batch(seed, size, rewards=not goals) for seed in range(count)]

@@ -58,7 +58,8 @@ def export_policy(
           of the next step is (this - reward) / ``gamma`` of the metadata, of rewards as its
           ``reward_edits`` make them; of a policy of goals ``goals`` (B, L, S), as observations, in
           their place, alike at each step; where the metadata's ``condition`` is ``advantage``, the
-          asked advantage, alike at each step
+          asked advantage, alike at each step; of a model of ``condition=rewards`` ``rewards``
+          (B, L), which each step earned, as ``reward_edits`` make them; the last has no effect
         - ``timesteps`` (B, L) int64, step within the episode
 
         and gives ``action``, (B, A) float32 or (B,) int64, of the last step.

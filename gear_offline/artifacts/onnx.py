@@ -20,7 +20,8 @@ from gear_offline.artifacts.trained import load_policy
 from gear_offline.core.files import write_file, writing
 from gear_offline.core.torch_state import torch_defaults
 from gear_offline.errors import InputError, package_needed
-from gear_offline.models.base import calling_model, evaluation_mode
+from gear_offline.models.base import SequenceModel, calling_model, evaluation_mode
+from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy import Policy, predict_actions
 
 OPSET = 20
@@ -52,7 +53,9 @@ def write_policy(
     if len(policy.columns) > 1:
         inputs = [f"observations/{name}" for name in policy.columns]
         observation_sizes = dict.fromkeys(policy.columns, sizes)
-    inputs += ["actions", "goals" if policy.goals else "returns_to_go", "timesteps"]
+    sees_rewards = _sees_rewards(policy.model)
+    condition = "rewards" if sees_rewards else "goals" if policy.goals else "returns_to_go"
+    inputs += ["actions", condition, "timesteps"]
     shapes = (observation_sizes, sizes, sizes, sizes)
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses packages not needed here
     unread = redirect_stderr(StringIO())  # whole graphs, where it fails
@@ -107,7 +110,10 @@ class _ActingModel(nn.Module):
         timesteps: Tensor,
     ) -> Tensor:
         first, *others = self._window.columns
-        if self.model.facts.goals:
+        sees_rewards = _sees_rewards(self.model)
+        if sees_rewards:
+            condition = condition[..., None]
+        elif self.model.facts.goals:
             condition = first.states(condition)
         else:
             condition = self._window.returns(condition)[..., None]
@@ -125,7 +131,14 @@ class _ActingModel(nn.Module):
             blanks = [x.new_zeros(x.shape[0], missing, *x.shape[2:]) for x in inputs]
             inputs = [torch.cat(pair, 1) for pair in zip(inputs, blanks, strict=True)]
         features, actions, condition, timesteps = inputs
-        return predict_actions(self.model, features, actions, condition, timesteps, last_step)
+        rewards = condition if sees_rewards else None
+        return predict_actions(
+            self.model, features, actions, rewards, condition, timesteps, last_step
+        )
+
+
+def _sees_rewards(model: SequenceModel) -> bool:
+    return isinstance(model, DecisionTransformer) and model.config.condition == "rewards"
 
 
 def _example(policy: Policy, length: int) -> tuple[Any, ...]:

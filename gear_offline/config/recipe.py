@@ -126,9 +126,15 @@ class Recipe(Section):
                 why = "advantages are of one dataset that does not grow"
                 yield f"loader.condition=advantage and {other} exclude each other: {why}"
             if model.asks_returns is False:
-                remedy = "model.condition=returns takes it" if model.kind == "mlp" else "leave it"
+                takes = hasattr(model, "condition")
+                remedy = "model.condition=returns takes it" if takes else "leave it"
                 rule = "loader.condition=advantage needs a model that is asked for something"
                 yield f"{rule}: {remedy}"
+        if getattr(model, "condition", None) == "rewards":
+            if model.kind != "decision_transformer":
+                yield f"model.condition=rewards is for kind=decision_transformer, got {model.kind}"
+            if loader.goals is not None:
+                yield "model.condition=rewards and loader.goals exclude each other: keep one"
         if loader.goals is not None and self.data.tasks:
             yield "loader.goals and data.tasks exclude each other: goals are states of one dataset"
         if self.data.tasks and loader.observations != ("observations",):

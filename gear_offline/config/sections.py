@@ -497,6 +497,8 @@ class TransformerSettings(ModelSettings):
     """Squash predicted actions into [-1, 1]; auto: where the data lie in it."""
     policy: Literal["deterministic", "gaussian"] = "deterministic"
     """gaussian: a stochastic one that explores, as of the Online Decision Transformer."""
+    condition: Literal["returns", "rewards"] = "returns"
+    """First token of a step: its return-to-go; rewards: the last reward, and nothing is asked."""
     position: Literal["none", "rotary"] = "none"
     """Place in the window, besides the timestep: rotary: what lies between two tokens counts."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
@@ -504,7 +506,7 @@ class TransformerSettings(ModelSettings):
     encoder: Literal["auto", "none", "cnn", "patch"] = "auto"
     """Encoder of frames: the DQN's convolutions, or linear maps of patches; auto: cnn."""
 
-    asks_returns: ClassVar[Any] = True
+    asks_returns = property(lambda self: self.condition == "returns")
     is_stochastic = property(lambda self: self.policy == "gaussian")
     takes_tasks = property(lambda self: not self.is_stochastic)
     stacks: ClassVar[Any] = True

@@ -97,7 +97,8 @@ def act_on_data(policy: Policy, steps: Steps, target: float) -> Array:
         targets[rows + 1] = policy.window.next_targets(targets[rows], rewards)
     observed = {name: rows for name, rows in steps.observed.items() if name in policy.columns}
     done = np.insert(steps.actions, steps.offsets[1:], 0, axis=0)
-    return policy.act_in_episodes(observed, done, targets, starts)
+    rewards = np.insert(steps.rewards, steps.offsets[1:], 0.0)
+    return policy.act_in_episodes(observed, done, rewards, targets, starts)
 
 
 def action_encoder(actions: Array, choices: int | None) -> Callable[[Array], Array]:

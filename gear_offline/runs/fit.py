@@ -29,6 +29,8 @@ def check_condition(recipe: Recipe, dataset: Dataset) -> None:
     """Refuse goals of frames, and returns of data without rewards."""
     goals, observed = recipe.loader.goals is not None, recipe.loader.observations
     has_frames = is_image(dataset.spec[observed[0]])
+    sees_rewards = getattr(recipe.model, "condition", None) == "rewards"
+    needs_rewards = "rewards" not in dataset.spec and (recipe.model.asks_returns or sees_rewards)
     if goals and has_frames:
         problem, remedy = "goals are vectors, and the data are frames", "use loader.goals=null"
         raise InputError("COLUMN", problem, where=str(dataset.path), remedy=remedy)
@@ -37,10 +39,10 @@ def check_condition(recipe: Recipe, dataset: Dataset) -> None:
         if not 0.0 < float(dataset.statistics[ADVANTAGES].std.max()) < math.inf:
             problem, remedy = "advantages are all alike", "compute them by another run"
             raise InputError("COLUMN", problem, str(dataset.path), remedy)
-    elif "rewards" not in dataset.spec and not goals and recipe.model.asks_returns:
-        problem = (
-            f"the data have no rewards, and model.kind={recipe.model.kind} is asked for returns"
-        )
+    elif needs_rewards and not goals:
+        use = "model.condition=rewards sees them"
+        use = use if sees_rewards else f"model.kind={recipe.model.kind} is asked for returns"
+        problem = f"the data have no rewards, and {use}"
         remedy = "clone the actions (model.kind=mlp), or add a column rewards to the source"
         if len(observed) == 1 and not has_frames:
             remedy = f"give it goals (loader.goals={{future: 1.0}}), {remedy}"

@@ -179,6 +179,9 @@ def _check_start(model: SequenceModel, start: SequenceModel) -> None:
             problem = f"{name} of that model are {before}, here they are {now}"
             remedy = "give the recipe what that run had, columns in their order "
             raise InputError("MODEL", problem, "train.init", f"{remedy}(loader.observations)")
+    if model.asks_nothing != start.asks_nothing:
+        problem = "of that model and this one, one is asked for returns and the other is not"
+        raise InputError("MODEL", problem, "train.init", "use the model.condition that it had")
 
 
 def eight_bit_obstacle(recipe: Recipe, device: torch.device, world: World) -> str | None:

@@ -234,6 +234,7 @@ class _Trier:
             batch.goals,
             batch.timesteps * is_real,
             last_steps,
+            rewards=None if batch.rewards is None else batch.rewards * is_done.unsqueeze(-1),
         )
 
     def _act(

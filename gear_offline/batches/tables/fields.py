@@ -141,6 +141,12 @@ class Window(Scales):
         returns: Values = _cast(_cast(targets, "float64") / self.returns_scale, "float32")
         return returns
 
+    def edit_rewards(self, rewards: Float64Array) -> Float64Array:
+        """Return the data's rewards (n,) of the environment's."""
+        for edit in self.reward_edits:
+            rewards = edit.apply(rewards)
+        return rewards
+
     def next_targets(self, targets: Float64Array, rewards: Float64Array) -> Float64Array:
         """Return the (n,) target returns of the next step, after `rewards` of the environment.
 
@@ -148,8 +154,7 @@ class Window(Scales):
         """
         if self.condition == "advantage":
             return targets
-        for edit in self.reward_edits:
-            rewards = edit.apply(rewards)
+        rewards = self.edit_rewards(rewards)
         remaining = (targets - rewards) / self.gamma if self.gamma else targets
         return np.clip(remaining, -LARGEST_TARGET, LARGEST_TARGET)
 
