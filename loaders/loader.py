@@ -338,7 +338,7 @@ class GearLoader(Closing, Iterator[Batch]):
         of several tasks it holds the shared options.
         """
         options = self._options
-        names = {"context_length", "condition", "gamma", "returns_scale"}
+        names = {"context_length", "condition", "gamma", "returns_scale", "span"}
         shared: dict[str, Any] = {name: getattr(options, name) for name in names}
         if isinstance(self.dataset, JointDataset):
             return Window(**shared)

@@ -249,6 +249,21 @@ class SequenceModel(nn.Module):
         """Return an action for each window: (B, A) floating, logits of discrete ones, or (B,)."""
         return window.last(self.predict(window))
 
+    def make_cache(self, windows: int, steps: int) -> Tensor | None:
+        """Return room for what `act_next` keeps of windows of up to so many steps; None: none."""
+        return None
+
+    def act_next(self, window: PlayedWindow, cache: Tensor, steps: int) -> Tensor:
+        """Do as `act` with the steps before in the cache, at a cost that does not grow with them.
+
+        `window` has two steps, the last and the newest, whose ``place`` counts all; below `steps`.
+        """
+        raise NotImplementedError
+
+    def fill_cache(self, window: PlayedWindow, cache: Tensor, rows: Tensor) -> None:
+        """Make the steps of windows those that the cache has of `rows` (B,)."""
+        raise NotImplementedError
+
     def parameter_groups(self, optimizer: OptimizerSettings) -> Sequence[Mapping[str, Any]]:
         """Return parameters that are clipped and updated by options of their own.
 

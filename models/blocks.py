@@ -1,11 +1,12 @@
 """The transformer blocks of the Decision Transformer, with the released class's parameter names.
 
-Shape legend: B windows, T tokens (three a step), H hidden size, N heads, D = H / N.
+Shape legend: B windows of E, T tokens (three a step), H hidden size, N heads, D = H / N.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -35,8 +36,10 @@ def take(hidden: Tensor, keep: Keep | None) -> Tensor:
     return hidden.gather(1, index)
 
 
-def rotate(packed: Tensor, heads: int) -> Tensor:
+def rotate(packed: Tensor, heads: int, places: Tensor | None = None) -> Tensor:
     """Turn queries and keys, packed with values (B, T, 3H), by their places: rotary embedding.
+
+    `places`, (B, T), are by default the numbers of the tokens.
 
     Pairs of their elements are turned by angles in proportion to the place (Su et al. 2021,
     arXiv:2104.09864), so that attention knows how far tokens are apart, and no more.
@@ -45,8 +48,8 @@ def rotate(packed: Tensor, heads: int) -> Tensor:
     turned, values = grouped[:, :, :2].float(), grouped[:, :, 2:]
     half = grouped.shape[-1] // 2
     rates = ROTARY_BASE ** (torch.arange(half, device=packed.device) / -half)
-    places = torch.arange(packed.shape[1], device=packed.device)
-    angles = (places[:, None] * rates)[:, None, None]  # (T, 1, 1, D / 2)
+    places = torch.arange(packed.shape[1], device=packed.device) if places is None else places
+    angles = (places[..., None] * rates)[..., None, None, :]  # (B or none, T, 1, 1, D / 2)
     first, second = turned.chunk(2, -1)
     cosine, sine = angles.cos(), angles.sin()
     turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
@@ -129,6 +132,36 @@ def dense_mask(attention_mask: Tensor, tokens: int = 3) -> Tensor:
     return (causal_mask(count, device=valid.device) & valid[:, None, None, :]) | diagonal
 
 
+@dataclass(frozen=True, eq=False)
+class Past:
+    """Keys and values of one block for windows whose tokens come one after another.
+
+    Token p of a window lies at place p + 1; place 0 takes what is no token, and nobody sees it.
+    """
+
+    cache: Tensor  # (2, E, T, N, D) keys and values
+    places: Tensor  # (B, T') int64, of the tokens that come
+    rows: Tensor | None  # (B,) windows that they are of; None: all
+    length: int  # places that are filled then, at most
+
+    @property
+    def mask(self) -> Tensor:
+        """(B, 1, T', length) bool, True where a token that comes may look."""
+        places = self.places[:, None, :, None]
+        stored = torch.arange(self.length, device=places.device)
+        return (stored <= places) & ((stored > 0) | (places == 0))  # no row is empty
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store those of the tokens that come, (B, T', N, D); return all, (B, N, length, D)."""
+        rows = self.rows
+        if rows is None:
+            rows = torch.arange(len(keys), device=keys.device)
+        self.cache[:, rows[:, None], self.places] = torch.stack((keys, values))
+        stored = self.cache if self.rows is None else self.cache[:, self.rows]
+        every, each = stored[:, :, : self.length].transpose(2, 3)
+        return every, each
+
+
 class Map(nn.Module):
     """A linear map whose weight is stored (inputs, outputs), as in GPT-2's files."""
 
@@ -193,13 +226,15 @@ class Block(nn.Module):
         mask: Tensor | None = None,
         eager: bool = False,
         keep: Keep | None = None,
+        past: Past | None = None,
     ) -> Tensor:
         """Return the block's output, (B, T', H).
 
         `mask` is that of `attend`.  `keep` are the tokens that go on after attention: all serve as
-        keys and values, but only the kept ones pass the projection and the MLP.
+        keys and values, but only the kept ones pass the projection and the MLP.  The tokens follow
+        those of the `past`, if there is one.
         """
-        mixed = self._attend(hidden, mask, eager, keep)
+        mixed = self._attend(hidden, mask, eager, keep, past)
         dropout = self.residual_dropout if self.training else 0.0
         hidden = take(hidden, keep) + drop(self._map(self.attn.c_proj, mixed), dropout)
         inner = self._map(self.mlp.c_proj, self._widen(self.ln_2(hidden)))
@@ -224,13 +259,19 @@ class Block(nn.Module):
         return cast(Tensor, widened.unflatten(0, hidden.shape[:2]))
 
     def _attend(
-        self, hidden: Tensor, mask: Tensor | None, eager: bool, keep: Keep | None
+        self,
+        hidden: Tensor,
+        mask: Tensor | None,
+        eager: bool,
+        keep: Keep | None,
+        past: Past | None,
     ) -> Tensor:
         """Return the attention's values at the kept tokens, (B, T', H)."""
         batch, tokens, width = hidden.shape
         heads, scale = self.attn.num_heads, self.attn.scaling
         packed = self._map(self.attn.c_attn, self.ln_1(hidden))
-        packed = rotate(packed, heads) if self.rotates else packed
+        if self.rotates:
+            packed = rotate(packed, heads, None if past is None else past.places)
         dropout = self.attention_dropout if self.training else 0.0
         if (
             mask is None
@@ -245,6 +286,8 @@ class Block(nn.Module):
             return take(packed_attention(packed, heads, scale, dropout, seeds), keep)
         grouped = packed.view(batch, tokens, 3, heads, -1)
         query, key, value = grouped.permute(2, 0, 3, 1, 4).unbind()  # (B, N, T, D) each
+        if past is not None:
+            key, value = past.extend(key.transpose(1, 2), value.transpose(1, 2))
         options: Any = {"mask": mask, "scale": scale, "dropout": dropout}
         mixed = (attend_eagerly if eager else attend)(query, key, value, **options)
         return take(mixed.transpose(1, 2).reshape(batch, tokens, width), keep)

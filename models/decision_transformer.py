@@ -40,7 +40,7 @@ from gear_offline.models.base import (
     assign_weights,
     weightless,
 )
-from gear_offline.models.blocks import Encoder, Keep, dense_mask, drop, init_weights
+from gear_offline.models.blocks import Encoder, Keep, Past, dense_mask, drop, init_weights
 from gear_offline.models.encoders import ColumnEncoder, FrameEncoder, resolve_encoder
 from gear_offline.models.gaussian import (
     INITIAL_TEMPERATURE,
@@ -340,10 +340,25 @@ class DecisionTransformer(SequenceModel):
 
     def act(self, window: PlayedWindow) -> Tensor:
         """Return an action, or logits, for each window."""
-        condition = self._condition(window.goals, window.rewards, window.returns_to_go)
-        assert condition is not None, "the policy gives what its model asks for"
-        inputs = (window.states, window.actions, condition, window.timesteps, window.place)
-        return self.predict_last_action(*inputs, window.noise)
+        return self.predict_last_action(*self._inputs(window), window.place, window.noise)
+
+    def make_cache(self, windows: int, steps: int) -> Tensor | None:
+        if type(self) is not DecisionTransformer:
+            return None  # what a derived class makes of a step is its own
+        layers, heads, weight = self.config.n_layer, self.config.n_head, self.embed_ln.weight
+        return weight.new_zeros(layers, 2, windows, 3 * steps, heads, len(weight) // heads)
+
+    def act_next(self, window: PlayedWindow, cache: Tensor, steps: int) -> Tensor:
+        # three tokens are new: the last action, the condition and the state
+        tokens = self._embed(*self._inputs(window))[:, 2:5]
+        places = 3 * window.place[:, None] + torch.arange(3, device=tokens.device)
+        hidden = self._extend(tokens, cache, places, None, 3 * steps)
+        return self._choose(self._head(hidden)[:, 0], window.noise)
+
+    def fill_cache(self, window: PlayedWindow, cache: Tensor, rows: Tensor) -> None:
+        tokens = self._embed(*self._inputs(window))[:, :-1]
+        places = torch.arange(1, 1 + tokens.shape[1], device=tokens.device)
+        self._extend(tokens, cache, places.expand(len(rows), -1), rows, 1 + tokens.shape[1])
 
     def remember(self, states: Any) -> Tensor:
         return self.features(states)
@@ -435,6 +450,18 @@ class DecisionTransformer(SequenceModel):
             return None if rewards is None else previous_rewards(rewards)
         return goals if self.goals else returns
 
+    def _inputs(self, window: PlayedWindow) -> tuple[Any, Tensor, Tensor, Tensor]:
+        condition = self._condition(window.goals, window.rewards, window.returns_to_go)
+        assert condition is not None, "the policy gives what its model asks for"
+        return window.states, window.actions, condition, window.timesteps
+
+    def _extend(
+        self, tokens: Tensor, cache: Tensor, places: Tensor, rows: Tensor | None, length: int
+    ) -> Tensor:
+        """Run the blocks behind those of the cache: (B, T', H) -> (B, 1, H), of the last token."""
+        past = [Past(layer, places, rows, length) for layer in cache]
+        return self._encode(tokens, past[0].mask, keep=slice(-1, None), past=past)
+
     def _embed(
         self,
         states: Tensor | Mapping[str, Tensor] | None,
@@ -510,7 +537,14 @@ class DecisionTransformer(SequenceModel):
             raise InputError("MODEL", problem, where="actions", remedy=remedy)
         return F.embedding(actions, layer.weight.t()) + layer.bias
 
-    def _encode(self, tokens: Tensor, mask: Tensor | None, *, keep: Keep | None = None) -> Tensor:
+    def _encode(
+        self,
+        tokens: Tensor,
+        mask: Tensor | None,
+        *,
+        keep: Keep | None = None,
+        past: Sequence[Past] = (),
+    ) -> Tensor:
         """Run the blocks: (B, T, H) -> (B, T or kept, H)."""
         recomputed = self.recomputed and self.training and torch.is_grad_enabled()
         hidden, last = tokens, len(self.encoder.h) - 1
@@ -519,7 +553,7 @@ class DecisionTransformer(SequenceModel):
             if recomputed:
                 hidden = checkpoint(block, *inputs, use_reentrant=False)
             else:
-                hidden = block(*inputs)
+                hidden = block(*inputs, past[i]) if past else block(*inputs)
         return cast(Tensor, self.encoder.ln_f(hidden))
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from gear_offline.batches.tables.fields import ObservedColumn, Window
 from gear_offline.config.problems import problem_text
-from gear_offline.config.sections import Condition
+from gear_offline.config.sections import Condition, Span
 from gear_offline.core.hub import put
 from gear_offline.core.text import count_text
 from gear_offline.core.torch_state import torch_defaults
@@ -61,13 +62,18 @@ class Policy:
         ``"advantage"``: what the environments are asked for is an advantage, which stays.
     context_length
         K, at least 1.
-    state_dtype, reward_edits, observations
+    state_dtype, reward_edits, observations, span
         As `GearLoader.window` says: what floating observations are rounded to first, what was done
-        to the environment's rewards, and the columns that make up an observation.
+        to the environment's rewards, the columns that make up an observation, and the end of a
+        window.
     device
         A torch device.
     facts
         Origin and purpose, which `save` writes too.
+    memory
+        The window goes on over the ends of episodes until `forget`: it has the newest K / 2 to K
+        steps, for a full one is cut in half.  A Decision Transformer then keeps keys and values, so
+        a step costs the same however long the window is.
 
     Attributes
     ----------
@@ -103,8 +109,10 @@ class Policy:
         state_dtype: str | None = None,
         reward_edits: Sequence[RewardEdit] = (),
         observations: Sequence[ObservedColumn] = (),
+        span: Span = "episode",
         device: str | torch.device = "cpu",
         facts: PolicyFacts | None = None,
+        memory: bool = False,
     ) -> None:
         options = {name: value for name, value in locals().items() if name in Window.model_fields}
         for name in ("state_mean", "state_std"):
@@ -114,6 +122,12 @@ class Policy:
             self.window = window = Window(**options)
         except ValidationError as error:
             raise InputError("MODEL", problem_text(error.errors()[0])) from error
+        if memory and span != "history":
+            problem = (
+                "windows of the training ended with episodes: it learnt nothing over their ends"
+            )
+            raise InputError("MODEL", problem, "memory", "train with loader.span=history")
+        self.memory = memory
         self.model = model.to(torch.device(device))
         self.device = torch.device(device)
         self.context_length, self.returns_scale = context_length, window.returns_scale
@@ -133,7 +147,8 @@ class Policy:
                 problem = f"state_mean has {len(scales.state_mean)} elements"
                 raise InputError("MODEL", f"{problem}, the model expects {column.size} states")
         self._targets: Float64Array = np.zeros((0, self.state_dim) if self.goals else 0)
-        self._steps: Int64Array = np.zeros(0, np.int64)
+        self._steps: Int64Array = np.zeros(0, np.int64)  # since the memory is empty
+        self._timesteps: Int64Array = np.zeros(0, np.int64)  # since the episode began
         self._waiting: BoolArray = np.zeros(0, np.bool_)  # for a reward
         action_width = 1 if self.discrete else self.action_dim
         self._done: Float64Array = np.zeros((0, action_width + 1))  # the last action, its reward
@@ -146,6 +161,7 @@ class Policy:
             for name, c in self.columns.items()
             if c.frames
         }
+        self._cache = model.make_cache(0, context_length) if memory else None
         self._graph: _Graph | None = None
         self.captures = True  # `capture` does something on a GPU
 
@@ -209,7 +225,9 @@ class Policy:
     def reset(
         self, indices: npt.ArrayLike | None = None, targets: npt.ArrayLike | None = None
     ) -> None:
-        """Forget the history of some environments and ask them for a return.
+        """Begin an episode in some environments and ask them for a return.
+
+        Without `memory` the policy forgets the steps before.
 
         Parameters
         ----------
@@ -273,7 +291,18 @@ class Policy:
             raise InputError(
                 "MODEL", problem, remedy="give one for each environment, or one for all"
             )
+        if not self.memory:
+            self.forget(envs)
+        elif self._waiting[envs].any():
+            remedy = "call observe_reward first, or forget"
+            raise InputError("MODEL", "the memory lacks the last reward of an episode", "", remedy)
         self._targets[envs] = values
+        self._timesteps[envs] = 0
+
+    def forget(self, indices: npt.ArrayLike | None = None) -> None:
+        """Empty the windows of some environments, by default of all."""
+        envs = np.arange(self.environments) if indices is None else _numbers(indices)
+        envs = envs[envs < self.environments]  # others have nothing to forget
         self._steps[envs] = 0
         self._waiting[envs] = False
 
@@ -291,6 +320,8 @@ class Policy:
             remedy += "evaluate --device cpu"
             what = "capturing act() as a CUDA graph"
             with calling_model(self.model, what, remedy), evaluation_mode(self.model):
+                if self.memory:
+                    self._halve_full()
                 self._graph = _Graph(self)
 
     def act(
@@ -343,26 +374,29 @@ class Policy:
         """
         if generator is not None and not self.stochastic:
             raise InputError("MODEL", "the policy draws no actions: it is deterministic")
-        envs = self._check_indices(indices)
+        envs = rows = self._check_indices(indices)
         observed = self._encode_observations(observations, len(envs))
         if self._waiting[envs].any():
             raise InputError("MODEL", "act was called twice without observe_reward")
-        steps, remaining = self._steps[envs], self._targets[envs]
-        targets = self.window.returns(remaining)[:, None]
-        if self.goals:
-            targets = self.window.columns[0].states(remaining)
-        numbers = np.concatenate([np.stack([envs, steps], 1), self._done[envs], targets], axis=1)
+        if self.memory:
+            self._halve_full()
+        if self._cache is not None:
+            # The others too: what is written is where their own next steps will be.
+            rows = np.arange(self.environments)
+            observed = {name: self._for_all(values, envs) for name, values in observed.items()}
+        numbers = self._numbers(rows)
         if self._graph is not None and generator is None:
             wait = self._graph.launch(numbers, observed)
         else:
             noise: Tensor | float = 0.0
             if generator is not None:
                 normal = generator.standard_normal((len(envs), self.action_dim), np.float32)
+                normal = normal if self._cache is None else self._for_all(normal, envs)
                 noise = torch.from_numpy(normal).to(self.device)
             # Early in the episodes windows are short: leave out what nobody has filled yet.
             filled = self.context_length
             if self.model.short_windows:
-                filled = min(int(steps.max()) + 1, self.context_length)
+                filled = min(int(self._steps[rows].max()) + 1, self.context_length)
             now = torch.from_numpy(numbers).to(self.device)
             states = {n: torch.from_numpy(rows).to(self.device) for n, rows in observed.items()}
             with calling_model(self.model, "act()"), evaluation_mode(self.model):
@@ -370,13 +404,47 @@ class Policy:
             wait = partial(np.asarray, actions)
 
         def finish() -> Array:
-            actions = wait()
+            actions = wait() if self._cache is None else wait()[envs]
             self._done[envs, :-1] = actions.reshape(len(envs), -1)
             self._waiting[envs] = True
             self._steps[envs] += 1
+            self._timesteps[envs] += 1
             return actions
 
         return finish
+
+    def _numbers(self, rows: Int64Array) -> Float64Array:
+        """Return (n, 4 + A + targets) facts of the next step of rows of the memory, for `_step`."""
+        remaining = self._targets[rows]
+        targets = self.window.returns(remaining)[:, None]
+        if self.goals:
+            targets = self.window.columns[0].states(remaining)
+        counts = np.stack([rows, self._steps[rows], self._timesteps[rows]], 1)
+        return np.concatenate([counts, self._done[rows], targets], axis=1)
+
+    def _for_all(self, values: Array, envs: Int64Array) -> Array:
+        """Return values (n, ...) of some environments as those of all, zeros for the others."""
+        every = np.zeros((self.environments, *values.shape[1:]), values.dtype)
+        every[envs] = values
+        return every
+
+    def _halve_full(self) -> None:
+        """Drop the older half of windows that are full.
+
+        What is cached of the newer half is computed anew, for it depends on what is dropped.
+        """
+        envs, half = np.flatnonzero(self._steps >= self.context_length), self.context_length // 2
+        self._steps[envs] = half
+        stream = nullcontext() if self._graph is None else self._graph.stream()
+        with stream, evaluation_mode(self.model):
+            every = torch.from_numpy(envs).to(self.device)
+            for rows in torch.split(every, max(1, STEPS_AT_ONCE // self.context_length)):
+                if half and len(rows):
+                    newer = self._memory[rows, self.context_length - half :]
+                    self._memory[rows, :half] = newer
+                    if self._cache is not None:
+                        window = self._window(newer, torch.full_like(rows, half - 1))
+                        self.model.fill_cache(window, self._cache, rows)
 
     @torch_defaults()
     @torch.inference_mode()
@@ -453,44 +521,58 @@ class Policy:
     ) -> Tensor:
         """Remember the current step and return the actions (n, A) or (n,).
 
-        `numbers` (n, 3 + A + targets) float64 are rows of the memory, steps so far, the last action
-        and its reward, and the targets.  No window has more than `filled` steps.
+        `numbers` (n, 4 + A + targets) float64 are rows of the memory, steps in it and in the
+        episode so far, the last action and its reward, and the targets.  No window has more than
+        `filled` steps.  Where keys and values are cached, rows are those of all environments.
         """
-        widths = [1, 1, self._done.shape[1], self._widths[3]]
-        row, step, done, targets = torch.split(numbers, widths, dim=1)
+        widths = [1, 1, 1, self._done.shape[1], self._widths[3]]
+        row, step, timestep, done, targets = torch.split(numbers, widths, dim=1)
         rows, steps = row[:, 0].long(), step[:, 0].long()
         inputs = {}
         for name, state in observed.items():
             if name in self._frames:
                 stacks = self._frames[name][rows].roll(-1, dims=1)
-                stacks = stacks * (steps > 0).view(-1, *[1] * (stacks.ndim - 1))  # zeros come first
+                later = (timestep > 0).view(-1, *[1] * (stacks.ndim - 1))
+                stacks = stacks * later  # zeros come first
                 stacks[:, -1] = state
                 self._frames[name][rows] = state = stacks
             inputs[name] = state[:, None]
         only = inputs if len(inputs) > 1 else inputs[name]
         features = self.model.remember(only)[:, 0]
-        # old values are hidden by the mask; zeros keep NaN out of it
-        before = torch.where(step.unsqueeze(2) > 0, self._memory[rows], 0.0)
-        is_full = (step >= self.context_length).unsqueeze(2)
-        window = torch.where(is_full, before.roll(-1, dims=1), before)
+        if self._cache is not None:
+            window = self._memory[:-1]
+        else:  # old values are hidden by the mask; zeros keep NaN out of it
+            before = torch.where(step.unsqueeze(2) > 0, self._memory[rows], 0.0)
+            is_full = (step >= self.context_length).unsqueeze(2)
+            window = torch.where(is_full, before.roll(-1, dims=1), before)
         position = steps.clamp(max=self.context_length - 1)
         index = torch.arange(len(rows), device=rows.device)
-        first = self._widths[0]
-        window[index, (position - 1).clamp(min=0), first : first + done.shape[1]] = done.float()
-        now = (features, torch.zeros_like(done), targets, step.clamp(max=self.max_timestep - 1))
+        first, last = self._widths[0], (position - 1).clamp(min=0)
+        window[index, last, first : first + done.shape[1]] = done.float()
+        now = (features, torch.zeros_like(done), targets, timestep.clamp(max=self.max_timestep - 1))
         window[index, position] = torch.cat([tensor.float() for tensor in now], dim=1)
+        if self._cache is not None:
+            pair = window[index[:, None], torch.stack((last, position), 1)]
+            played = self._window(pair, position, noise)
+            return as_actions(self.model, self.model.act_next(played, self._cache, filled))
         self._memory[rows] = window
         return self._choose(window[:, :filled], position, noise)
 
     def _choose(self, window: Tensor, position: Tensor, noise: Tensor | float) -> Tensor:
         """Return the actions (n, A) or (n,) at a place (n,) of remembered steps (n, K, width)."""
+        return as_actions(self.model, self.model.act(self._window(window, position, noise)))
+
+    def _window(
+        self, window: Tensor, position: Tensor, noise: Tensor | float = 0.0
+    ) -> PlayedWindow:
+        """Return remembered steps (n, K, width), whose newest is at a place (n,), as `act` does."""
         pieces = torch.split(window, self._widths, dim=2)
         states, actions, rewards, targets, timesteps = (tensor.contiguous() for tensor in pieces)
         if self.discrete:
             actions = actions[..., 0].long()
         timesteps = timesteps[..., 0].long()
         inputs = (states, actions, rewards, targets, timesteps, position)
-        return predict_actions(self.model, *inputs, noise)
+        return make_window(self.model, *inputs, noise)
 
     def observe_reward(
         self,
@@ -544,9 +626,12 @@ class Policy:
 
         self._memory, self._graph = longer(self._memory), None
         self._frames = {name: longer(frames) for name, frames in self._frames.items()}
-        self._targets, self._steps, self._waiting, self._done = (
+        if self._cache is not None:
+            more = self.model.make_cache(added, self.context_length)
+            self._cache = torch.cat([self._cache, cast(Tensor, more)], 2)
+        self._targets, self._steps, self._timesteps, self._waiting, self._done = (
             np.concatenate([values, np.zeros((added, *values.shape[1:]), values.dtype)])
-            for values in (self._targets, self._steps, self._waiting, self._done)
+            for values in (self._targets, self._steps, self._timesteps, self._waiting, self._done)
         )
 
 
@@ -561,7 +646,7 @@ def _numbers(indices: npt.ArrayLike) -> Int64Array:
     return numbers
 
 
-def predict_actions(
+def make_window(
     model: SequenceModel,
     features: Tensor,
     actions: Tensor,
@@ -570,12 +655,15 @@ def predict_actions(
     timesteps: Tensor,
     position: Tensor,
     noise: Tensor | float = 0.0,
-) -> Tensor:
-    """Return the actions (n, A) float32, or (n,) int64, of windows of remembered steps."""
+) -> PlayedWindow:
+    """Return windows of remembered steps, (n, K, ...)."""
     returns, goals = (None, targets) if model.facts.goals else (targets, None)
-    states = model.recall(features)
-    inputs = (states, actions, returns, goals, timesteps, position, noise)
-    action = model.act(PlayedWindow(*inputs, rewards=rewards))
+    inputs = (model.recall(features), actions, returns, goals, timesteps, position, noise)
+    return PlayedWindow(*inputs, rewards=rewards)
+
+
+def as_actions(model: SequenceModel, action: Tensor) -> Tensor:
+    """Return what a model gave as actions (n, A) float32, or (n,) int64."""
     if not model.facts.discrete:
         return action.float()
     return action.argmax(-1) if action.is_floating_point() else action.long()
@@ -589,9 +677,10 @@ class _Graph:
 
     def __init__(self, policy: Policy) -> None:
         count, device, length = policy.environments, policy.device, policy.context_length
-        width = 2 + sum(policy._widths[1:4])
-        self._numbers = torch.zeros((count, width), dtype=torch.float64, device=device)
-        self._numbers[:, 0] = self._nobody = count
+        self._numbers = torch.from_numpy(policy._numbers(np.arange(count))).to(device)
+        self._nobody = count
+        if policy._cache is None:
+            self._numbers[:, 0] = count
         self._seen = {
             name: torch.zeros((count, *column.shape), dtype=_type(column), device=device)
             for name, column in policy.columns.items()
@@ -611,10 +700,16 @@ class _Graph:
         finally:
             torch.set_float32_matmul_precision(precision)
 
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """Work on the graph's stream."""
+        with capture_lock, torch.cuda.stream(self._stream):
+            yield
+
     def launch(self, numbers: Array, observed: Mapping[str, Array]) -> Callable[[], Array]:
         """Do `Policy._step` for some environments; the others' rows are nobody's."""
         count = len(numbers)
-        with capture_lock, torch.cuda.stream(self._stream):
+        with self.stream():
             self._numbers[:count].copy_(torch.from_numpy(numbers))
             self._numbers[count:, 0] = self._nobody
             for name, rows in observed.items():
@@ -622,7 +717,7 @@ class _Graph:
             self._graph.replay()
 
         def wait() -> Array:
-            with capture_lock, torch.cuda.stream(self._stream):
+            with self.stream():
                 return np.asarray(self._actions[:count].cpu().numpy())
 
         return wait

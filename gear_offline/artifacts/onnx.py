@@ -22,7 +22,7 @@ from gear_offline.core.torch_state import torch_defaults
 from gear_offline.errors import InputError, package_needed
 from gear_offline.models.base import SequenceModel, calling_model, evaluation_mode
 from gear_offline.models.decision_transformer import DecisionTransformer
-from gear_offline.models.policy import Policy, predict_actions
+from gear_offline.models.policy import Policy, as_actions, make_window
 
 OPSET = 20
 LARGEST = (2 << 30) - 4096  # bytes of a protobuf message, less what is added
@@ -132,9 +132,10 @@ class _ActingModel(nn.Module):
             inputs = [torch.cat(pair, 1) for pair in zip(inputs, blanks, strict=True)]
         features, actions, condition, timesteps = inputs
         rewards = condition if sees_rewards else None
-        return predict_actions(
+        window = make_window(
             self.model, features, actions, rewards, condition, timesteps, last_step
         )
+        return as_actions(self.model, self.model.act(window))
 
 
 def _sees_rewards(model: SequenceModel) -> bool:

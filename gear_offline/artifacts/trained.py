@@ -53,7 +53,13 @@ class TrainedModel:
     facts: PolicyFacts = field(default_factory=PolicyFacts)  # what the recipe does not say of it
     run: Path | None = None  # directory of the run, or of a checkpoint that was copied out of it
 
-    def policy(self, task: str | None = None, device: torch.device | str = "cpu") -> Policy:
+    def policy(
+        self,
+        task: str | None = None,
+        device: torch.device | str = "cpu",
+        *,
+        memory: bool = False,
+    ) -> Policy:
         """Return the policy of the task, or of the only one; the model is moved to `device`."""
         model, recipe, window = self.model, self.recipe, self.window
         if task is not None or model.facts.tasks:
@@ -77,6 +83,7 @@ class TrainedModel:
             **{name: getattr(window, name) for name in Window.model_fields},
             device=device,
             facts=self.facts.model_copy(update=facts),
+            memory=memory,
         )
         # what is somebody else's and was not captured in training may wait for the GPU, too
         policy.captures = recipe.train.graph != "off" or recipe.model.kind in MODELS.own
@@ -113,6 +120,7 @@ def load_policy(
     checkpoint: str | int | None = None,
     revision: str | None = None,
     device: str = "auto",
+    memory: bool = False,
     model: Any = None,
 ) -> Policy:
     """Load the policy of a run, which takes raw observations and asked returns.
@@ -132,6 +140,8 @@ def load_policy(
         On the Hub: a branch, a tag or a commit.
     device
         ``"auto"`` (CUDA if there is one), or a torch device: ``"cpu"``, ``"cuda:1"``.
+    memory
+        Begin each episode with the steps of those before in the window, until `Policy.forget`.
     model
         Its class, or ``FILE.py:Name``, of a model of one's own that was trained elsewhere, or whose
         file has moved or changed since.
@@ -171,7 +181,7 @@ def load_policy(
     where = resolve_device(device)
     name = run_or_folder if revision is None else f"{os.fspath(run_or_folder)}@{revision}"
     trained = find_trained(name, checkpoint, model=model)
-    policy = trained.policy(task, where)
+    policy = trained.policy(task, where, memory=memory)
     own = _read_achieved(trained, task, policy.facts)
     policy.facts = policy.facts.model_copy(update={"achieved": own})
     return policy
@@ -218,7 +228,8 @@ def live(policy: Policy) -> TrainedModel:
 
 def _by_itself(made: SequenceModel, window: Window, facts: PolicyFacts, path: str) -> TrainedModel:
     """Return a model without a run."""
-    loader = window.model_dump(include={"context_length", "condition", "returns_scale", "gamma"})
+    shared = {"context_length", "condition", "returns_scale", "gamma", "span"}
+    loader = window.model_dump(include=shared)
     loader["goals"] = facts.model_dump()["goals"] or ({"future": 1.0} if made.facts.goals else None)
     evaluate = facts.model_dump(include={"environment", "environment_options", "reference"})
     evaluate["targets"] = list(facts.targets) or None

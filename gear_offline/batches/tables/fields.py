@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic import Field as Checked
 
-from gear_offline.config.sections import LARGEST_TARGET, Condition
+from gear_offline.config.sections import LARGEST_TARGET, Condition, Span
 from gear_offline.core.types import Array, Float64Array
 from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.data.dataset.schema import REWARDS, ColumnSpec, channels_last
@@ -135,6 +135,7 @@ class Window(Scales):
     context_length: Annotated[int, Checked(ge=1, le=65_536)]  # K
     condition: Condition = "return"  # advantage: what is asked for stays as it is
     gamma: Annotated[float, Checked(ge=0.0, le=1.0)] = 1.0  # discount of returns-to-go
+    span: Span = "episode"  # what windows end with
 
     def returns(self, targets: Values) -> Values:
         """Return (...,) returns-to-go of target returns in units of the data's rewards."""
