@@ -1,20 +1,33 @@
 """Playing with memory: rewards in place of returns, windows over episodes, cached keys."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import onnxruntime
 import pytest
+import scipy.stats
 import torch
 
 import gear_offline as go
+from gear_offline.artifacts.records import TargetResult, TaskResult
 from gear_offline.data.dataset.scores import RewardEdit
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.hugging_face import to_released
+from tests.checkpoint_support import write_run
+from tests.gpu_support import NEEDS_GPU
 from tests.model_support import ACTIONS, STATES, inputs, make
-from tests.support import one_error
-from tests.test_policy import CONTEXT, make_policy
+from tests.support import Captured, one_error
+from tests.test_policy import CONTEXT, COUNT, make_policy
+from tests.training_support import (
+    ACTION_DIM,
+    ENVIRONMENT,
+    STATE_DIM,
+    register_environment,
+    tiny_recipe,
+)
 
 EDIT = RewardEdit(scale=0.5, shift=1.0)
 LIMIT = 50  # timesteps that the model knows
@@ -29,10 +42,14 @@ def shift(rewards: Any) -> Any:
 class Naive:
     """One environment whose window is lists; at each step all of it passes a plain model."""
 
-    def __init__(self, model: DecisionTransformer, span: int = CONTEXT) -> None:
-        self.model, self.span, self.rows = model, span, list[list[Any]]()
+    def __init__(self, model: DecisionTransformer, span: int = CONTEXT, halves: bool = False):
+        self.model, self.span, self.rows, self.halves = model, span, list[list[Any]](), halves
+        self.plain = make(position=model.config.position).eval()
+        self.plain.load_state_dict(model.state_dict())
 
     def act(self, state: Any, timestep: int, asked: float = 0.0) -> Any:
+        if self.halves and len(self.rows) == self.span:
+            self.rows = self.rows[self.span - self.span // 2 :]
         self.rows.append([state, np.zeros(ACTIONS), 0.0, asked, min(timestep, LIMIT - 1)])
         self.rows = self.rows[-self.span :]
         states, actions, rewards, returns, timesteps = (
@@ -41,10 +58,8 @@ class Naive:
         is_asked = self.model.config.condition == "returns"
         window = {"states": states, "actions": actions, "timesteps": timesteps.astype(np.int64)}
         window["returns_to_go"] = returns[:, None] if is_asked else shift(rewards)
-        plain = make(position=self.model.config.position).eval()
-        plain.load_state_dict(self.model.state_dict())
         with torch.no_grad():
-            output = plain(**{n: torch.from_numpy(v)[None] for n, v in window.items()})
+            output = self.plain(**{n: torch.from_numpy(v)[None] for n, v in window.items()})
         return output.action_preds[0, -1].numpy()
 
     def observe(self, action: Any, reward: float) -> None:
@@ -88,6 +103,180 @@ def test_a_policy_sees_what_its_actions_earned(tmp_path: Path) -> None:
         np.testing.assert_allclose(action, naive.act(seen, step), atol=1e-5)
         policy.observe_reward([reward], actions=done[None])
         naive.observe(done, reward / 2 + 1)
+
+
+class Derived(DecisionTransformer):
+    """Keys and values are cached of the class itself alone."""
+
+
+CASES: list[tuple[dict[str, Any], int]] = [
+    ({"condition": "rewards", "position": "rotary"}, 8),
+    ({"condition": "rewards"}, 5),
+    ({"position": "rotary"}, 7),
+    ({}, 1),
+]
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])]
+)
+@pytest.mark.parametrize("is_derived", [False, True])
+@pytest.mark.parametrize(("options", "span"), CASES)
+def test_memory_goes_on_over_episodes_and_by_halves(
+    options: dict[str, Any], span: int, is_derived: bool, device: str
+) -> None:
+    """Environments end, act and are forgotten at different times; cached or not, as a loop does."""
+    model = make(**options, context_length=span).eval()
+    if is_derived:
+        model.__class__ = Derived
+    how: dict[str, Any] = {"context_length": span, "span": "history", "memory": True}
+    raw: dict[str, Any] = {"state_mean": None, "state_std": None, "returns_scale": 1.0}
+    policy, rng = make_policy(model, device=device, **how, **raw), np.random.default_rng(0)
+    naives = [Naive(model, span, halves=True) for _ in range(COUNT)]
+    policy.capture(COUNT)
+    policy.reset(np.arange(COUNT), 5.0)
+    left, timesteps = np.full(COUNT, 5.0), np.zeros(COUNT, int)
+    for turn in range(3 * span + 6):
+        envs = np.flatnonzero(rng.random(COUNT) < 0.7) if turn else np.arange(COUNT)
+        if not envs.size:
+            continue
+        seen = rng.normal(size=(len(envs), STATES))
+        done, rewards = rng.normal(size=(len(envs), ACTIONS)), rng.normal(size=len(envs))
+        found = policy.act(seen, envs)
+        plays = zip(envs, seen, strict=True)
+        expected = [naives[e].act(s, timesteps[e], left[e]) for e, s in plays]
+        np.testing.assert_allclose(found, expected, atol=1e-5 if device == "cpu" else 2e-3)
+        policy.observe_reward(rewards, envs, actions=done)
+        for env, action, reward in zip(envs, done, rewards, strict=True):
+            naives[env].observe(action, reward)
+        left[envs], timesteps[envs] = left[envs] - rewards, timesteps[envs] + 1
+        over = np.flatnonzero(rng.random(COUNT) < 0.2)
+        gone = over[over == 1] if turn > 9 else over[:0]
+        policy.forget(gone)
+        for env in gone:
+            naives[env].rows.clear()
+        policy.reset(over, 3.0)
+        left[over], timesteps[over] = 3.0, 0
+
+
+class Recall(gymnasium.Env[Any, Any]):
+    """The first reset, which alone has a seed, draws the task; how long episodes are goes on."""
+
+    observation_space = gymnasium.spaces.Box(-9, 9, (STATES,), np.float64)
+    action_space = gymnasium.spaces.Box(-9, 9, (ACTIONS,), np.float32)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        if seed is not None:
+            self.task = self.np_random.normal(size=ACTIONS)
+        self.left = int(self.np_random.integers(1, 5))
+        return self.np_random.normal(size=STATES), {}
+
+    def step(self, action: Any) -> Any:
+        self.left -= 1
+        seen = self.np_random.normal(size=STATES)
+        return seen, float(self.task @ action), self.left == 0, False, {}
+
+
+gymnasium.register("GearTest/Recall-v0", lambda **_: Recall())
+
+
+@pytest.mark.parametrize("condition", ["returns", "rewards"])
+def test_memories_are_evaluated_as_a_loop_plays_them(
+    condition: str, tmp_path: Path, capsys: Captured
+) -> None:
+    """Two environments play three memories for each target; whoever begins anew forgets."""
+    span, count, several, out = 6, 12, 3, tmp_path / "evaluation.json"
+    model = make(condition=condition, position="rotary", context_length=span).eval()
+    raw: dict[str, Any] = {"state_mean": None, "state_std": None, "returns_scale": 1.0}
+    policy = make_policy(model, context_length=span, span="history", **raw)
+    how: dict[str, Any] = {"environment": "GearTest/Recall-v0", "targets": [5.0, -3.0], "seed": 7}
+    report = go.evaluate(
+        policy, episodes=several, episodes_of_memory=count, out=out, quiet=True, **how
+    )
+    targets = [5.0, -3.0] if condition == "returns" else [5.0]
+    environment, lengths = Recall(), []
+    for target, result in zip(targets, report.targets, strict=True):
+        expected = np.zeros((several, count))
+        for memory in range(several):
+            naive = Naive(model, span, halves=True)
+            for episode in range(count):
+                seen, _ = environment.reset(seed=7 + memory if episode == 0 else None)
+                left, step, ended = target, 0, False
+                while not ended:
+                    action = naive.act(seen, step, left)
+                    seen, reward, ended, _, _ = environment.step(action)
+                    naive.observe(action, reward)
+                    expected[memory, episode] += reward
+                    left, step = left - reward, step + 1
+                lengths.append(step)
+        np.testing.assert_allclose(result.returns, expected.ravel(), atol=1e-4)
+        assert result.episodes == several and np.isclose(
+            result.std or 0, expected.mean(1).std(ddof=1)
+        )
+        means = [each.mean_return for each in result.by_episode]
+        np.testing.assert_allclose(means, expected.mean(0), atol=1e-4)
+    assert [n for result in report.targets for n in result.lengths] == lengths
+    assert json.loads(out.read_text())["targets"][0]["by_episode"][0]["return"] == pytest.approx(
+        report.targets[0].by_episode[0].mean_return
+    )
+    report.print()
+    printed = capsys.readouterr().out
+    assert "episode in its memory" in printed and "..." in printed
+
+
+def test_the_interval_of_an_episode_is_that_of_scipy() -> None:
+    values = np.random.default_rng(1).exponential(size=(60, 3))
+    result = TaskResult(episodes_of_memory=3).with_targets(
+        [TargetResult(target=0.0, returns=tuple(values.ravel()), lengths=(1,) * 180)]
+    )
+    for column, each in zip(values.T, result.targets[0].by_episode, strict=True):
+        law = scipy.stats.bootstrap((column,), np.mean, method="percentile")
+        ends = np.array(each.ci95, np.float64)
+        np.testing.assert_allclose(ends, law.confidence_interval, atol=0.05)
+
+
+def test_a_run_over_histories_plays_memories_and_reports_them(tmp_path: Path) -> None:
+    register_environment()
+    rng, data = np.random.default_rng(0), tmp_path / "data"
+    shapes = {"observations": (6, STATE_DIM), "actions": (6, ACTION_DIM), "rewards": (6,)}
+    read = [
+        {name: rng.uniform(-1, 1, shape).astype(np.float32) for name, shape in shapes.items()}
+        for _ in range(8)
+    ]
+    source = go.from_episodes(
+        [episode | {"truncated": True} for episode in read],
+        history=[0, 0, 0, 1, 1, 1, 1, 2],
+        environment=ENVIRONMENT,
+    )
+    go.convert(source, data, quiet=True)
+    changes = ["loader.span=history", "loader.context_length=15", "model.condition=rewards"]
+    recipe = tiny_recipe(data, *changes, "evaluate.episodes_of_memory=3")
+    run = go.train(recipe, out=tmp_path / "run", quiet=True)
+    assert run.last is not None and run.last.condition == "nothing"
+    assert [len(target.by_episode) for target in run.last.targets] == [3]
+    page = (run.path / "report.md").read_text()
+    assert "6 episodes of 2 memories" in page and "plots/episodes.png" in page
+    assert (run.path / "plots" / "episodes.png").stat().st_size
+    assert go.evaluate(run.path, episodes_of_memory=1, quiet=True).targets[0].by_episode == ()
+    assert go.evaluate(run.path, episodes_of_memory=2, quiet=True).episodes_of_memory == 2
+    with one_error("USAGE", "loader.span=history"):
+        go.evaluate(write_run(tmp_path / "other"), episodes_of_memory=2, quiet=True)
+    with one_error("RECIPE", "needs loader.span=history"):
+        tiny_recipe(data, "evaluate.episodes_of_memory=3")
+
+
+def test_a_memory_needs_histories_and_every_reward() -> None:
+    with one_error("MODEL", "train with loader.span=history"):
+        make_policy(memory=True)
+    policy = make_policy(memory=True, span="history")
+    policy.reset(0, 1.0)
+    policy.act(np.zeros((1, STATES)))
+    with one_error("MODEL", "lacks the last reward"):
+        policy.reset(0, 1.0)
+    policy.forget()
+    policy.reset(0, 1.0)
+    policy.act(np.zeros((1, STATES)))
 
 
 @pytest.mark.long

@@ -30,6 +30,9 @@ from gear_offline.errors import InputError
 BY_REFERENCE, BY_DATA = "reference scores", "returns of its data"
 HEADINGS = ("95 % interval", "std", "score", "length", "n")  # behind what is asked and achieved
 
+SHOWN = 5  # episodes of memories, the first and the last, in a table
+RESAMPLES = 2000
+
 CONFIDENCE = "two-sided 95 % Student t interval of the mean over episodes"
 CONFIDENCE_OF_SHARES = "two-sided 95 % interval of the share of episodes (Wilson 1927)"
 
@@ -67,8 +70,19 @@ class RunSummary(_Record):
     choice: dict[str, Any] | None = None  # of `gear_offline.choose`, with evaluate.offline
 
 
+class EpisodeResult(_Record):
+    """The mean return of the episodes of one number in their memories."""
+
+    mean_return: float = Field(validation_alias="return", serialization_alias="return")
+    ci95: Interval = (None, None)  # by bootstrap over memories
+
+
 class TargetResult(_Record):
-    """The result of one asked return; of a single episode deviation and interval are None."""
+    """The result of one asked return; of a single episode deviation and interval are None.
+
+    With episodes of memory ``episodes`` counts memories, and deviation and interval are those of
+    the means of memories.
+    """
 
     target: float  # the asked return, in the environment's units
     episodes: int = 0
@@ -85,6 +99,7 @@ class TargetResult(_Record):
     returns: tuple[float, ...] = ()  # achieved undiscounted returns; of goals: reached, 0 or 1
     lengths: tuple[int, ...] = ()  # steps of each episode
     terminated: tuple[bool, ...] = ()  # False where a time limit ended the episode
+    by_episode: tuple[EpisodeResult, ...] = ()  # of memories: of their first, second, ... episodes
     # (t, A) or (t,) of the first episode, for a video; not written
     actions: Any = Field(default=None, exclude=True, repr=False)
 
@@ -110,6 +125,7 @@ class TaskResult(_Record):
     seed: int | None = None
     episodes: int = 0
     environments: int = 0
+    episodes_of_memory: int = 1  # `returns` are those of one memory after the other
     goals: bool = False
     condition: Target = "return"  # what the targets are
     confidence: str = ""
@@ -140,13 +156,21 @@ class TaskResult(_Record):
             "normalized_score": score,
             "scale": by_data if self.reference is None else BY_REFERENCE,
             "episodes": results[0].episodes,
-            "confidence": CONFIDENCE_OF_SHARES if self.goals else CONFIDENCE,
+            "confidence": self._confidence,
             "targets": results,
         }
         return self.model_copy(update=facts)
 
+    @property
+    def _confidence(self) -> str:
+        if self.episodes_of_memory > 1:
+            return CONFIDENCE.replace("episodes", "memories")
+        return CONFIDENCE_OF_SHARES if self.goals else CONFIDENCE
+
     def _summed_up(self, target: TargetResult) -> TargetResult:
-        returns = np.array(target.returns)
+        every = np.array(target.returns)
+        by_memory = every.reshape(-1, self.episodes_of_memory)
+        returns = by_memory.mean(1)
         mean, several = float(returns.mean()), returns.size > 1
         interval: Interval = mean_interval(returns) if several else (None, None)
         if self.goals:
@@ -158,10 +182,16 @@ class TaskResult(_Record):
             "ci95": interval,
             "normalized_score": self.normalized(mean),
             "normalized_ci95": tuple(map(self.normalized, interval)),
-            "min": float(returns.min()),
-            "max": float(returns.max()),
+            "min": float(every.min()),
+            "max": float(every.max()),
             "length_mean": float(np.mean(target.lengths)),
         }
+        if self.episodes_of_memory > 1:
+            rows = zip(by_memory.mean(0), *bootstrap_interval(by_memory), strict=True)
+            facts["by_episode"] = tuple(
+                EpisodeResult(mean_return=mean, ci95=(low, high) if several else (None, None))
+                for mean, low, high in rows
+            )
         return target.model_copy(update=facts)
 
     def interval(self, target: TargetResult) -> Interval:
@@ -192,6 +222,9 @@ class TaskResult(_Record):
         if self.condition == "nothing":
             first = ("asked", "achieved")
         print_table(console, (*first, *HEADINGS), cells)
+        for target, asked in zip(self.targets, self.asked, strict=True):
+            if target.by_episode:
+                self._print_episodes(console, target, asked)
         note = self.reference.note if self.reference is not None else ""
         if self.goals:
             note = f"success over all tasks: {self.mean_return:.2f}"
@@ -200,6 +233,17 @@ class TaskResult(_Record):
             note = f"score on the {BY_DATA}: {ends}"
         if note:
             console.print(note, style="dim")
+
+    def _print_episodes(self, console: Terminal, target: TargetResult, asked: str) -> None:
+        """Print the first and the last five episodes of memories."""
+        text, count = "{:,.2f}".format, len(target.by_episode)
+        rows = [*enumerate(target.by_episode, 1)]
+        cells = [
+            [str(n), text(each.mean_return), interval_text(each.ci95, text)] for n, each in rows
+        ]
+        shown = cells if count <= 2 * SHOWN else [*cells[:SHOWN], ["..."] * 3, *cells[-SHOWN:]]
+        console.print(f"asked {asked}: return by number of the episode in its memory")
+        print_table(console, ("episode", "achieved", HEADINGS[0]), shown)
 
 
 class EvaluationReport(Printed, TaskResult):
@@ -285,6 +329,14 @@ def mean_interval(values: Float64Array) -> tuple[float, float]:
     quantile = float(stdtrit(values.size - 1, 0.975))
     half = quantile * float(values.std(ddof=1)) / math.sqrt(values.size)
     return float(np.mean(values)) - half, float(np.mean(values)) + half
+
+
+def bootstrap_interval(values: Float64Array) -> tuple[Float64Array, Float64Array]:
+    """Return (m,) ends of the 95 % percentile bootstrap interval of the means over rows (n, m)."""
+    count, generator = len(values), np.random.default_rng(0)
+    draws = generator.multinomial(count, np.full(count, 1 / count), RESAMPLES) / count
+    low, high = np.quantile(draws @ values, [0.025, 0.975], axis=0)
+    return low, high
 
 
 def share_interval(values: Float64Array) -> tuple[float, float]:

@@ -341,6 +341,7 @@ def evaluate(
     run: Path = Run(help="Run directory, checkpoint or policy folder, or hub:USER/NAME."),
     targets: Any = Numbers(None, help="Target returns, comma-separated; default the recipe's."),
     episodes: int | None = Count(None, help="Episodes per target."),
+    episodes_of_memory: int | None = Count(None, help="Episodes in a row in each, remembered."),
     environment: str | None = Environment(help="Gymnasium id."),
     environment_options: Any = How(),
     checkpoint: str | None = Option(None, help="last, best or a step number; default last."),

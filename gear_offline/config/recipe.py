@@ -148,6 +148,8 @@ class Recipe(Section):
             yield f"{rule}: what comes to a history lies elsewhere"
         if loader.goals is not None and every is not None:
             yield "loader.goals and data.admit_every exclude each other: goals need fixed data"
+        if self.evaluate.episodes_of_memory > 1 and loader.span != "history":
+            yield "evaluate.episodes_of_memory above 1 needs loader.span=history"
         for leaf in PlaySettings.model_fields if self.data.tasks else ():
             if getattr(self.evaluate, leaf) is not None:
                 rule = f"evaluate.{leaf} and data.tasks exclude each other"

@@ -27,6 +27,7 @@ from gear_offline.core.progress import Progress
 from gear_offline.core.system import available_bytes, versions
 from gear_offline.core.text import count_text, say
 from gear_offline.core.torch_state import torch_threads
+from gear_offline.core.types import Array
 from gear_offline.core.workers import Caller
 from gear_offline.data.dataset.schema import channels_last, match_columns
 from gear_offline.data.dataset.scores import ReferenceScores, find_scores, known_scores
@@ -64,13 +65,18 @@ def play_tasks(
     with torch.random.fork_rng(gpus):
         torch.manual_seed(tasks[0].seed)  # a policy may draw on a GPU
         report = evaluate_tasks(
-            lambda task: trained.policy(task.name or None, device),
+            lambda task: make_player(trained, task, device),
             tasks,
             cores=cores,
             quiet=quiet,
         )
     facts = {"run": trained.facts.name, "step": trained.facts.step, "device": device}
     return report.model_copy(update=facts)
+
+
+def make_player(trained: TrainedModel, task: EvaluationTask, device: str) -> Policy:
+    """Return the policy that plays a task."""
+    return trained.policy(task.name or None, device, memory=task.episodes_of_memory > 1)
 
 
 def settle_tasks(
@@ -132,7 +138,8 @@ class Stage(Closing):
         environments = self._made.get(task.kind)
         if environments is None or len(environments.slots) < task.slots * policies:
             self.drop(task)
-            episodes, slots = task.episodes * len(task.targets) * policies, task.slots * policies
+            episodes = task.episodes * task.episodes_of_memory * len(task.targets) * policies
+            slots = task.slots * policies
             how: dict[str, Any] = {"goals": task.goals, "options": task.environment_options}
             how |= {"episodes": episodes, "cores": self._cores}
             self._made[task.kind] = environments = Environments(task.environment, slots, **how)
@@ -208,6 +215,7 @@ class _TaskPlay:
             data_worst=worst,
             data_best=best,
             seed=task.seed,
+            episodes_of_memory=task.episodes_of_memory,
             condition=task.condition,
             goals=task.goals,
         )
@@ -239,15 +247,20 @@ class _TaskPlay:
             environments.slots[number::stride][: task.slots],
             seeds=[task.seed + e for e in range(task.episodes) for _ in range(count)],
             targets=task.targets * task.episodes,
+            memory=task.episodes_of_memory,
             keep_actions=count,
             **options,
         )
+
+        def select(results: Array, index: int) -> tuple[Any, ...]:
+            return tuple(results.reshape(task.episodes, count, -1)[:, index].ravel().tolist())
+
         return [
             TargetResult(
                 target=target,
-                returns=tuple(played.returns[index::count].tolist()),
-                lengths=tuple(played.lengths[index::count].tolist()),
-                terminated=tuple(played.terminated[index::count].tolist()),
+                returns=select(played.returns, index),
+                lengths=select(played.lengths, index),
+                terminated=select(played.terminated, index),
                 actions=played.actions[index],
             )
             for index, target in enumerate(task.targets)
@@ -256,7 +269,8 @@ class _TaskPlay:
 
 def _play(plays: Sequence[_TaskPlay], stage: Stage, quiet: bool) -> None:
     """Play parts of one kind; where their environments fail, each alone."""
-    task, total = plays[0].task, sum(play.task.episodes * len(play.task.targets) for play in plays)
+    task, tasks = plays[0].task, [play.task for play in plays]
+    total = sum(t.episodes * t.episodes_of_memory * len(t.targets) for t in tasks)
     title = f"evaluate {task.environment}"
     try:
         environments = stage.environments(task, len(plays))

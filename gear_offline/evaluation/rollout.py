@@ -42,6 +42,7 @@ from gear_offline.evaluation.environments import (
 STEPS_FOR_WORKERS = 20_000  # fewer take no longer than workers take to start
 SLOTS_OF_A_WORKER = 4  # a message takes as long as a fifth of a step
 IDLE, TO_STEP, TO_RESET = range(3)  # what a slot is to do
+NO_SEED = -1  # an environment goes on as it is
 Played = TypeVar("Played")
 
 
@@ -63,7 +64,7 @@ class ActingPolicy(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Episodes:
-    """The results of a list of episodes, in the order of that list."""
+    """The results of n episodes, in the order of their list."""
 
     returns: Float64Array  # (n,) undiscounted sums of the rewards; of goals: reached, 0 or 1
     lengths: Int64Array  # (n,) steps
@@ -177,7 +178,8 @@ def _work(
         environment = environments[slot]
         if todo[slot] == TO_RESET:
             options = {"task_id": int(slots["task"][slot])} if goals else None
-            seed = int(slots["seed"][slot])
+            number = int(slots["seed"][slot])
+            seed = None if number == NO_SEED else number
             observations[slot], info = environment.reset(seed=seed, options=options)
             if goals:
                 slots["goal"][slot] = environment.goal_fact(info, "goal")
@@ -243,6 +245,7 @@ def turns(
     *,
     seeds: Sequence[int],
     targets: Sequence[float],
+    memory: int = 1,
     keep_actions: int = 0,
     on_episode: Callable[[int], None] = lambda count: None,
 ) -> Generator[None, None, Episodes]:
@@ -252,19 +255,24 @@ def turns(
     are to do what is in them.  Where the environments have goals, targets are numbers of tasks.
     The first `keep_actions` episodes keep their actions.  `on_episode` is told how many episodes
     have ended, whenever some have.
+
+    With a `memory` of M episodes each of them is followed by M - 1 more in its environment, which
+    is reset without a seed, and a `Policy` forgets only before the first.  Results are of all.
     """
     from gear_offline.models.policy import Policy  # loads torch, which workers do without
 
     facts, slots = environments.facts, environments.slots if slots is None else slots
-    returns, lengths = np.zeros(len(seeds)), np.zeros(len(seeds), np.int64)
-    terminated = np.zeros(len(seeds), np.bool_)
+    total = len(seeds) * memory
+    returns, lengths = np.zeros(total), np.zeros(total, np.int64)
+    terminated = np.zeros(total, np.bool_)
     target_returns = np.asarray(targets, np.float64)
     kept_actions: list[list[Array]] = [[] for _ in range(keep_actions)]
     fields = {name: slots[name] for name in slots.dtype.names or ()}  # views
     todo, goals = fields["todo"], "goal" in fields
     todo[:] = IDLE
     playing = np.full(slots.size, -1, np.int64)  # slot -> episode; -1: none
-    waiting = iter(range(len(seeds)))
+    goes_on = np.zeros(slots.size, np.bool_)  # to the next episode of its memory
+    waiting = iter(range(0, total, memory))
     ask: Any = None  # of a policy with an `act` of its own there is no other way
     if isinstance(policy, Policy) and type(policy).act is Policy.act:
         ask = policy.ask
@@ -272,7 +280,10 @@ def turns(
         begun, stepped = (np.flatnonzero(todo == done) for done in (TO_RESET, TO_STEP))
         todo[:] = IDLE  # also if the policy fails
         if begun.size:
-            policy.reset(begun, fields["goal"][begun] if goals else target_returns[playing[begun]])
+            if isinstance(policy, Policy):
+                policy.forget(begun[playing[begun] % memory == 0])
+            asked = fields["goal"][begun] if goals else target_returns[playing[begun] // memory]
+            policy.reset(begun, asked)
         if stepped.size:
             rewards, episodes = fields["reward"][stepped], playing[stepped]
             if isinstance(policy, Policy):  # data have what was done, within the bounds
@@ -286,9 +297,11 @@ def turns(
             ended = terminated[episodes] = fields["terminated"][stepped]
             over = ended | fields["truncated"][stepped]
             if over.any():
-                playing[stepped[over]] = -1
+                following = episodes[over] + 1
+                goes_on[stepped[over]] = is_more = following % memory > 0
+                playing[stepped[over]] = np.where(is_more, following, -1)
                 on_episode(int(over.sum()))
-        active = np.flatnonzero(playing >= 0)
+        active = np.flatnonzero((playing >= 0) & ~goes_on)
         if active.size:
             observed = fields["observation"][active]
             actions = ask(observed, active) if ask else partial(policy.act, observed, active)
@@ -296,13 +309,16 @@ def turns(
         if active.size:
             fields["action"][active] = facts.clip_actions(finite_actions(actions()))
             todo[active] = TO_STEP
-            for slot in active[playing[active] < keep_actions]:
-                kept_actions[playing[slot]].append(fields["action"][slot].copy())
+            first = playing[active] % memory == 0
+            for slot in active[first & (playing[active] < keep_actions * memory)]:
+                kept_actions[playing[slot] // memory].append(fields["action"][slot].copy())
+        fields["seed"][goes_on], todo[goes_on] = NO_SEED, TO_RESET
+        goes_on[:] = False
         for slot, episode in zip(np.flatnonzero(playing < 0), waiting, strict=False):
             playing[slot] = episode
-            fields["seed"][slot], todo[slot] = seeds[episode], TO_RESET
+            fields["seed"][slot], todo[slot] = seeds[episode // memory], TO_RESET
             if goals:
-                fields["task"][slot] = targets[episode]
+                fields["task"][slot] = targets[episode // memory]
         if not todo.any():
             break
         yield

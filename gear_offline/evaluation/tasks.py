@@ -42,6 +42,7 @@ class EvaluationTask:
     targets: tuple[float, ...]  # asked returns, in the environment's units
     name: str = ""  # of the task; empty for a policy of one
     episodes: int = 10  # of each target; episode e is reset with ``seed + e``
+    episodes_of_memory: int = 1  # that each of them is the first of, in one environment and memory
     environments: int = 0  # side by side for each target; 0: as many as suit the device
     seed: int = 0
     # D4RL name, two returns or scores to normalise by; default: those of the environment's family
@@ -63,7 +64,8 @@ class EvaluationTask:
 
     def settle(self, device: str = "cpu") -> EvaluationTask:
         """Return it with a number of environments; refuse to play nothing, ``USAGE``."""
-        for name, least in (("episodes", 1), ("environments", 0), ("seed", 0)):
+        leasts = {"episodes": 1, "episodes_of_memory": 1, "environments": 0, "seed": 0}
+        for name, least in leasts.items():
             value = getattr(self, name)
             if not (isinstance(value, int | np.integer) and least <= value < 1 << 62):
                 remedy = f"give a whole number from {least} on, below 2^62"
@@ -87,6 +89,7 @@ def tasks_of(recipe: Recipe, environment: str | None = None) -> tuple[Evaluation
             targets=tuple(section.targets or ()),
             reference=section.reference,
             episodes=shared.episodes,
+            episodes_of_memory=shared.episodes_of_memory,
             environments=0 if shared.environments == "auto" else shared.environments,
             seed=shared.seed,
             condition=recipe.loader.condition,
@@ -107,6 +110,7 @@ class PlayOptions:
     model: str | None
     targets: tuple[float, ...] | None = None
     episodes: int | None = None
+    episodes_of_memory: int | None = None
     checkpoint: str | int | None = None
     seed: int | None = None
     device: str = "auto"
@@ -173,6 +177,7 @@ def choose_tasks(recipe: Recipe, options: PlayOptions) -> list[EvaluationTask]:
         "environment_options": options.environment_options,
         "seed": options.seed,
         "episodes": options.episodes,
+        "episodes_of_memory": options.episodes_of_memory,
     }
     changes = {key: value for key, value in changes.items() if value is not None}
     changes.setdefault("episodes", settings.episodes or EPISODES)
@@ -186,6 +191,10 @@ def choose_tasks(recipe: Recipe, options: PlayOptions) -> list[EvaluationTask]:
         problem = f"the run names no {recipe.loader.condition}s to ask for"
         remedy = "say them: --targets 3600,1800"
         raise InputError("USAGE", problem, where="--targets", remedy=remedy)
+    if tasks[0].episodes_of_memory > 1 and recipe.loader.span != "history":
+        problem = "the run's windows end with episodes: it has learnt nothing over their ends"
+        remedy = "train with loader.span=history, or leave it out"
+        raise InputError("USAGE", problem, "--episodes-of-memory", remedy)
     for task in tasks:
         task.settle()
         if ":" not in task.environment:

@@ -27,6 +27,7 @@ def evaluate(
     *,
     targets: Sequence[float] | float | None = None,
     episodes: int | None = None,
+    episodes_of_memory: int | None = None,
     environment: str | Callable[..., Any] | None = None,
     environment_options: Mapping[str, Any] | None = None,
     checkpoint: str | int | None = None,
@@ -49,6 +50,9 @@ def evaluate(
         Hugging Face Hub: ``hub:USER/NAME``; or a policy, whose result is written to `out` alone.
     targets, episodes, seed
         Default: the recipe's; 10 episodes if the recipe has 0, which means none while training.
+    episodes_of_memory
+        Episodes that are played one after another in each environment, in one memory; then
+        `episodes` counts memories.  Default: the recipe's, which is 1.
     environment
         Default: the recipe's.  Of a run of several tasks: play only the tasks of this environment,
         or of this name; `targets` need one that names a single task.
@@ -86,6 +90,7 @@ def evaluate(
         model,
         targets=targets,
         episodes=episodes,
+        episodes_of_memory=episodes_of_memory,
         checkpoint=checkpoint,
         seed=seed,
         device=device,

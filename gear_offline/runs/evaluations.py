@@ -48,6 +48,7 @@ from gear_offline.evaluation.play import (
     Evaluation,
     Stage,
     evaluate_together,
+    make_player,
     pack_environments,
     play_job,
     settle_tasks,
@@ -234,7 +235,7 @@ def _evaluation(request: PlayRequest) -> Evaluation:
     device = str(request.plan.device)
     trained = find_trained(request.checkpoint)
     tasks = settle_tasks(trained, request.tasks, device)
-    policies = {task.name: trained.policy(task.name or None, device) for task in tasks}
+    policies = {task.name: make_player(trained, task, device) for task in tasks}
     for task in tasks:
         policies[task.name].capture(task.slots)
     return (lambda task: policies[task.name]), tasks

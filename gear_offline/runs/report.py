@@ -83,7 +83,13 @@ def write_report(run: str | os.PathLike[str], *, final: EvaluationReport | None 
             picture = f"plots/asked_vs_achieved{f'-{result.name}' if result.name else ''}.png"
             title = f"{run.name}{at} in {result.environment}"
             pictures[picture] = _draw_asked_vs_achieved(title, result, levels)
-        sections.append({"result": result, "levels": levels, "picture": picture})
+        section = {"result": result, "levels": levels, "picture": picture, "episodes": None}
+        if result.episodes_of_memory > 1:
+            section["episodes"] = plot = (
+                f"plots/episodes{f'-{result.name}' if result.name else ''}.png"
+            )
+            pictures[plot] = _draw_episodes(f"{run.name}{at} in {result.environment}", result)
+        sections.append(section)
     text = render_page(
         Path(__file__).with_name("report.md.j2"),
         name=run.name,
@@ -246,6 +252,26 @@ def _plot_returns(
     plots.thousands(axes.yaxis)
     plots.legend(axes)
     return len(curves) - len(indices)
+
+
+def _draw_episodes(name: str, result: TaskResult) -> bytes:
+    """Draw the mean return of each episode of memories, with its interval, a line a target."""
+    figure = plots.new_figure()
+    axes = figure.add_subplot()
+    for target, asked, colour in zip(result.targets, result.asked, plots.SERIES, strict=False):
+        means = [each.mean_return for each in target.by_episode]
+        ends = np.array([each.ci95 for each in target.by_episode], np.float64).T
+        label = plots.label(f"asked {asked}")
+        numbers = range(1, len(means) + 1)
+        plots.draw_mean(axes, numbers, means, ends, color=colour, label=label)
+    plots.from_zero(axes)
+    plots.dress(axes, x="episode of the memory", y="return")
+    plots.legend(axes)
+    first, *_, last = (each.mean_return for each in result.targets[0].by_episode)
+    finding = f"Return {short(first)} in the first episode, {short(last)} in the last"
+    memories = count_text(result.targets[0].episodes, "memory", "memories")
+    plots.titles(figure, finding, f"{name}: mean and 95 % interval of {memories}")
+    return plots.draw(figure)
 
 
 def _draw_asked_vs_achieved(name: str, result: TaskResult, levels: Mapping[str, float]) -> bytes:
