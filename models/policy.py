@@ -434,12 +434,14 @@ class Policy:
         What is cached of the newer half is computed anew, for it depends on what is dropped.
         """
         envs, half = np.flatnonzero(self._steps >= self.context_length), self.context_length // 2
+        if not envs.size:
+            return
         self._steps[envs] = half
         stream = nullcontext() if self._graph is None else self._graph.stream()
         with stream, evaluation_mode(self.model):
             every = torch.from_numpy(envs).to(self.device)
             for rows in torch.split(every, max(1, STEPS_AT_ONCE // self.context_length)):
-                if half and len(rows):
+                if half:
                     newer = self._memory[rows, self.context_length - half :]
                     self._memory[rows, :half] = newer
                     if self._cache is not None:

@@ -98,12 +98,17 @@ class Run(os.PathLike[str]):
         return [report for report in read_evaluations(self.path) if report.ranking is not None]
 
     def policy(
-        self, task: str | None = None, *, checkpoint: str | int | None = None, device: str = "auto"
+        self,
+        task: str | None = None,
+        *,
+        checkpoint: str | int | None = None,
+        device: str = "auto",
+        memory: bool = False,
     ) -> Policy:
         """Load its policy; options and errors are those of `gear_offline.load_policy`."""
         from gear_offline.artifacts.trained import load_policy
 
-        return load_policy(self.path, task, checkpoint=checkpoint, device=device)
+        return load_policy(self.path, task, checkpoint=checkpoint, device=device, memory=memory)
 
     def evaluate(self, **options: Any) -> EvaluationReport:
         """Play episodes, score them and keep the result; options of `gear_offline.evaluate`."""
