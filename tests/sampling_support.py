@@ -44,6 +44,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [  # every strategy is here
     ("stratified_return", {"strata": 2, "unit": "episodes"}),
     ("recent", {"steps": 9}),
     ("recent", {"steps": 1}),
+    ("first_episodes", {"column": "rewards"}),
     ("heap", {}),
     ("heap", {"of": "min", "column": "rewards"}),
     ("weighted", {"column": "rewards"}),
@@ -204,6 +205,10 @@ def exact_law(name: str, data: Facts, **options: Any) -> dict[Key, float]:
         order = [e for e, size in zip(order, sums, strict=True) if e == order[0] or size <= most]
     elif name == "recent":
         order = [e for e in range(count) if e == count - 1 or sum(lengths[e:]) <= options["steps"]]
+    elif name == "first_episodes":
+        assert data.column is not None
+        values = [data.column("")[first] for first in data.episodes.offsets[:-1]]
+        order = [e for e, value in enumerate(values) if value not in values[:e]]
     elif name == "heap":
         if "column" in options:
             assert data.column is not None

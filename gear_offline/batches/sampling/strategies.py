@@ -140,6 +140,17 @@ def recent(facts: Facts, steps: Positive) -> Array:
     return np.where(index.offsets[:-1] >= first, index.lengths, 0)
 
 
+@strategy("first_episodes")
+def first_episodes(facts: Facts, column: Text) -> Float64Array:
+    """Every start of the first episode of each value of a column, such as a history's number.
+
+    So windows over the ends of episodes begin where histories do, as play with an empty memory.
+    """
+    index = facts.episodes
+    numbers = column_of(facts, column)[index.offsets[:-1]]
+    return by_unit(facts, among(index, np.unique(numbers, return_index=True)[1]), "steps")
+
+
 @strategy("heap")
 def heap(
     facts: Facts, of: Literal["max", "min"] = "max", column: Text | None = None
