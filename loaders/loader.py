@@ -19,7 +19,7 @@ from torch.utils.data import get_worker_info
 
 from gear_offline.batches.sampling import Sampler
 from gear_offline.batches.sampling.draws import SegmentStream
-from gear_offline.batches.sampling.registry import Selection
+from gear_offline.batches.sampling.registry import Selection, facts_of
 from gear_offline.batches.tables.fields import STATES, Window
 from gear_offline.batches.tables.joint import (
     JointDataset,
@@ -41,6 +41,7 @@ from gear_offline.config.sections import (
     Span,
 )
 from gear_offline.core.files import Closing
+from gear_offline.core.parts import admit
 from gear_offline.core.text import to_plain
 from gear_offline.core.torch_state import torch_defaults
 from gear_offline.core.types import Int64Array
@@ -119,7 +120,8 @@ class GearLoader(Closing, Iterator[Batch]):
         ``states``, ``(B, K, S, *frame)``, is a view of K + S - 1 frames a segment.
     goals
         Give each segment a goal, ``batch.goals``: ``{"future": 0.7, "random": 0.3, "discount":
-        0.99}``, see `gear_offline.config.sections.GoalSettings`.  The host draws the segments then.
+        0.99}``, see `gear_offline.config.sections.GoalSettings`, or ``{"kind": function}``, a law
+        of your own: docs/how-to/goals.md.  The host draws the segments then.
     engine
         For CUDA.  ``"on"``: the GPU selects and gathers.  ``"off"``: the CPU gathers into
         page-locked memory, which is copied on the current stream.  ``"auto"``: on where that is
@@ -235,7 +237,10 @@ class GearLoader(Closing, Iterator[Batch]):
                     "one dataset and column of observations; no extra_columns are called goals"
                 )
                 raise bad_option("goals", goals, problem)
-            self._goals = GoalSampler(options.goals, stream, self.context_length)
+            if isinstance(goals, Mapping):  # else they are a recipe's, which has been loaded
+                admit([options.goals.kind or ""])
+            facts = facts_of(dataset, self.context_length)
+            self._goals = GoalSampler(options.goals, stream, facts)
         opener = RowOpener(dataset, stream, self.world, self.device, options, self._goals)
         self.rows: Rows = opener.open()
         self._task_bounds = _task_bounds(dataset, self.device)
@@ -494,14 +499,14 @@ class GearLoader(Closing, Iterator[Batch]):
 
     def _identity(self) -> dict[str, Any]:
         """Return the options on which, besides the step, the content of batches depends."""
-        updates = dict[str, Any]()
+        updates, goals = dict[str, Any](), self._options.goals
         if self.loss_sampler is not None:  # its own state is loaded first
             updates["selection_updates"] = self.loss_sampler.updates
         return updates | {
             "seed": self.seed,
             "selection": {"name": self.selection.name, "options": to_plain(self.selection.options)},
             **{name: to_plain(getattr(self._options, name)) for name in IDENTITY},
-            "goals": self._options.goals and self._options.goals.model_dump(),
+            "goals": goals and goals.model_dump(exclude=None if goals.kind else {"kind"}),
             "dataset": data_digest(self.dataset),
         }
 

@@ -199,7 +199,8 @@ def recipe_sampler(
 
 def loader_options(recipe: Recipe, dataset: TableData) -> dict[str, Any]:
     """Return the options of the loader; tasks of a joint table have scales of their own."""
-    options = recipe.loader.model_dump()
+    # goals as they are: whose law nobody types by making a loader
+    options = recipe.loader.model_dump() | {"goals": recipe.loader.goals}
     if isinstance(dataset, JointDataset):
         options["returns_scale"] = 1.0
     return options

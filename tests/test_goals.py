@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import gear_offline as go
 from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.core import parts
 from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.evaluation.maze import WALLS, cell_of, way_to
 from gear_offline.evaluation.play import evaluate_tasks
@@ -31,7 +32,7 @@ from tests.image_support import image_columns
 from tests.kernels_on_cpu import gpu_gather, on_cpu
 from tests.one_process import open_ranks
 from tests.sampling_support import p_value
-from tests.support import hopper_columns, last_words, make_dataset, one_error
+from tests.support import Patch, hopper_columns, last_words, make_dataset, one_error
 from tests.test_resume import interrupted_in
 from tests.training_support import learnt
 
@@ -136,10 +137,89 @@ def test_goals_are_states_of_the_dataset(
     same(split_steps(windows, "right")[0], loader.batch_at(3))
 
 
+LAW = """
+import numpy as np
+
+def soon(facts, episodes, steps, draws):
+    last = facts.episodes.lengths[episodes] - 1
+    return np.minimum(steps + (3 * draws[:, 0]).astype(int), last)
+
+def elsewhere(facts, episodes, steps, draws):
+    others = (episodes + 1) % facts.episodes.episodes
+    return others, (draws[:, 1] * facts.episodes.lengths[others]).astype(int)
+
+def by_chance(facts, episodes, steps, draws):
+    return np.random.default_rng().integers(0, facts.episodes.lengths[episodes])
+
+def ranked(facts, episodes, steps, draws):
+    return steps if len(steps) == 1 else steps * 0
+
+def beyond(facts, episodes, steps, draws):
+    return steps + 1000
+
+def of_floats(facts, episodes, steps, draws):
+    return steps * 1.0
+
+def failing(facts, episodes, steps, draws):
+    raise KeyError("nothing")
+"""
+
+
+def test_a_law_of_ones_own(dataset: Dataset, tmp_path: Path, monkeypatch: Patch) -> None:
+    """Each goal is what the law makes of its own segment, in any block, rank or loader."""
+    monkeypatch.chdir(tmp_path)
+    Path("law.py").write_text(LAW)
+    loader = GearLoader(dataset, goals={"kind": "law.py:soon"}, **OPTIONS)
+    segments, goals = loader.segments_at(7), loader.goals_at(7)
+    last = np.array(LENGTHS)[segments.episodes] - 1
+    now = np.minimum(segments.starts + SPAN - 1, last)
+    assert (goals.episodes == segments.episodes).all() and np.isnan(goals.probability).all()
+    assert ((goals.starts >= now) & (goals.starts <= np.minimum(now + 2, last))).all()
+    many = loader.goals_at(8), GearLoader(dataset, goals={"kind": "law.py:soon"}, **OPTIONS)
+    assert (many[0].starts == many[1].goals_at(8).starts).all()
+    ranks = open_ranks(dataset, (0, 0), "auto", goals={"kind": "law.py:elsewhere"}, **OPTIONS)
+    other = GearLoader(dataset, goals={"kind": "law.py:elsewhere"}, **OPTIONS)
+    drawn = other.goals_at(0)
+    assert (drawn.episodes == (other.segments_at(0).episodes + 1) % len(LENGTHS)).all()
+    assert torch.equal(torch.cat([next(rank)["goals"] for rank in ranks]), next(other)["goals"])
+    with one_error("LOADER_STATE", "goals is"):
+        other.load_state_dict(loader.state_dict())
+    for name, words in (
+        ("by_chance", "it draws other goals each time"),
+        ("ranked", "depends on other segments"),
+        ("beyond", "draws step 10.. of episode 0"),
+        ("of_floats", r"it returns .*float64 \(4,\)"),
+        ("failing", "drawing raised KeyError.*law.py:"),
+        ("nothing", "has no 'nothing'"),
+    ):
+        with one_error("LOADER_OPTION", words):
+            GearLoader(dataset, goals={"kind": f"law.py:{name}"}, **OPTIONS)
+    with one_error("LOADER_OPTION", "kind draws all goals"):
+        GearLoader(dataset, goals={"kind": "law.py:soon", "future": 1.0}, **OPTIONS)
+
+
+def test_a_law_that_only_a_run_names_is_not_run(
+    dataset: Dataset, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    Path("law.py").write_text(LAW)
+    named = {"data.path": str(dataset.path), "loader.goals.kind": "law.py:soon"}
+    recipe = load_recipe("maze-goals", named)
+    assert recipe.loader.goals is not None and recipe.loader.goals.future == 0, "gives way"
+    assert {Path(name).name for name in recipe.parts} == {"law.py:soon"}
+    assert GearLoader.from_recipe(recipe, device="cpu").goals_at(0).episodes.size == 128
+    monkeypatch.setattr(parts, "_permission", parts.Permission())
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
+    stranger = load_recipe(Recipe.read(recipe.to_dict() | {"parts": {}}))
+    with one_error("LOADER_OPTION", "that only a run.*loader.goals.kind=.*law.py:soon"):
+        GearLoader.from_recipe(stranger, device="cpu")
+
+
 def test_who_may_ask_for_goals(dataset: Dataset, tmp_path: Path) -> None:
     for goals, words in (
         ({"futur": 1.0}, "unknown option 'goals.futur', did you mean 'goals.future'"),
-        ({"x": 1.0}, "there are goals.current, goals.future, goals.final"),
+        ({"zzzzzz": 1.0}, "there are goals.kind, goals.current, goals.future, goals.final"),
         ({}, "must not be all 0"),
         ({"future": 1.0, "discount": 1.0}, "goals.discount: .* less than 1"),
         ("future", "goals: "),

@@ -203,7 +203,8 @@ class Recipe(Section):
         makers = [each for data in stored for each in (data, data.fallback) if each is not None]
         readers = [maker.reader for maker in makers]
         listed = (*readers, *self.train.trackers, *self.train.callbacks, *self._large_options)
-        names = (self.model.kind, *strategies, *self.environments, *listed)
+        law = self.loader.goals and self.loader.goals.kind
+        names = (self.model.kind, law, *strategies, *self.environments, *listed)
         return tuple(dict.fromkeys(filter(is_part, names)))
 
     @property

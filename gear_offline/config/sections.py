@@ -382,6 +382,8 @@ class DataSettings(StoredSettings):
 class GoalSettings(Section):
     """Shares of the kinds of goal, in proportion; seen from the last step of its window."""
 
+    kind: Part | None = None
+    """Law of one's own in place of the shares, FILE.py:Name."""
     current: NotNegative = 0.0
     """That step's own state."""
     future: NotNegative = 0.0
@@ -395,7 +397,10 @@ class GoalSettings(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not self.current + self.future + self.final + self.random > 0:
+        shares = self.current + self.future + self.final + self.random
+        if self.kind is not None and (shares > 0 or self.discount is not None):
+            raise ValueError("kind draws all goals: leave out shares and discount, or kind=null")
+        if self.kind is None and not shares > 0:
             raise ValueError("current, future, final and random must not be all 0")
         return self
 

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from gear_offline.batches.sampling import resolve_options
+from gear_offline.batches.sampling.draws import GOAL_LAWS
 from gear_offline.config.problems import nearest, no_data
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings, ModelSettings, OwnModelSettings
@@ -39,6 +40,8 @@ def check_recipe(recipe: Recipe, *, where: str = "") -> None:
         single = recipe.of_task(name)
         check_recipe(single, where=f"{where}: task {name}" if where else name)
     check_model(recipe.model)
+    if recipe.loader.goals and recipe.loader.goals.kind:
+        find_part(GOAL_LAWS, recipe.loader.goals.kind)
     check_selection(recipe, where)
     check_trackers(recipe.train.trackers)
     for name in recipe.train.callbacks:

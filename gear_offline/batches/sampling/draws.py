@@ -68,6 +68,13 @@ STRATEGIES = Kind(
     code="SELECTION",
     own={},  # what `gear_offline.batches.sampling.registry.strategy` registers
 )
+GOAL_LAWS = Kind(
+    noun="law of goals",
+    group="goals",
+    option="loader.goals.kind",
+    code="LOADER_OPTION",
+    own={},
+)
 
 
 class EpisodeData(Protocol):

@@ -234,17 +234,24 @@ def sampler_for(
     """Build a sampler as `make_sampler` does, of a strategy that a recipe names."""
     if isinstance(data, EpisodeIndex):
         data = Facts(episodes=data)
-    facts = Facts(
+    facts = facts_of(data, context_length, kept=None if kept is None or kept.all() else kept)
+    if facts.episodes.episodes == 0 or not (kept is None or kept.any()):
+        raise InputError("SELECTION", "the table has no episodes to select from")
+    return build_sampler(name, facts, options)
+
+
+def facts_of(
+    data: EpisodeData, context_length: int | None, *, kept: BoolArray | None = None
+) -> Facts:
+    """Return the facts of data that a strategy, or a law of goals, may use."""
+    return Facts(
         episodes=data.episodes,
         returns=data.returns,
         terminated=data.terminated,
         column=data.column,
         context_length=context_length,
-        kept=None if kept is None or kept.all() else kept,
+        kept=kept,
     )
-    if facts.episodes.episodes == 0 or not (kept is None or kept.any()):
-        raise InputError("SELECTION", "the table has no episodes to select from")
-    return build_sampler(name, facts, options)
 
 
 def build_sampler(name: object, facts: Facts, options: Mapping[str, Any]) -> Sampler:
