@@ -281,3 +281,12 @@ def test_a_link_to_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "logs" / "day").symlink_to(tmp_path)
     with one_error("SOURCE_READ", "a link to a folder"):
         go.open_source(tmp_path / "logs", reader=_broken)
+
+
+def test_doubts_about_a_reader_s_ends_name_no_rule(tmp_path: Path) -> None:
+    episode = {"observations": np.zeros((3, 2)), "actions": np.zeros((3, 1)), "dones": True}
+    with go.open_source(tmp_path, reader=lambda path: [episode]) as source:
+        [note] = source.info.attributes["warnings"]
+    assert note.endswith(
+        "cannot be told from a termination; terminated and truncated tell them apart"
+    )

@@ -5,6 +5,7 @@ Shape legend: N steps, E episodes, T steps of an episode.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -206,6 +207,8 @@ def read_episodes(
     names = dict.fromkeys(name for flags in ends for name in flags)
     last = {name: np.array([flags.get(name, False) for flags in ends]) for name in names}
     terminated, notes = judge_ends(last, np.ones(len(read), np.int64), None, where="episodes")
+    # who gives episodes gives no rule
+    notes = [re.sub("; --rule .*", "; terminated and truncated tell them apart", n) for n in notes]
     if names and (silent := sum(not flags for flags in ends)):
         notes.append(f"{count_text(silent, 'episode')} without a flag: truncated, it is taken")
     return read, terminated, notes
