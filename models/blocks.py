@@ -36,24 +36,33 @@ def take(hidden: Tensor, keep: Keep | None) -> Tensor:
     return hidden.gather(1, index)
 
 
-def rotate(packed: Tensor, heads: int, places: Tensor | None = None) -> Tensor:
-    """Turn queries and keys, packed with values (B, T, 3H), by their places: rotary embedding.
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """Cosines and sines of rotary embedding, (B or none, T, 1, 1, D / 2) float32 each.
 
-    `places`, (B, T), are by default the numbers of the tokens.
-
-    Pairs of their elements are turned by angles in proportion to the place (Su et al. 2021,
-    arXiv:2104.09864), so that attention knows how far tokens are apart, and no more.
+    Pairs of elements of a head are turned by angles in proportion to a token's place (Su et al.
+    2021, arXiv:2104.09864), so that attention knows how far tokens are apart, and no more.
+    FSDP2 casts tensors that a block is given, not those in an object.
     """
-    grouped = packed.view(*packed.shape[:2], 3, heads, -1)  # (B, T, 3, N, D)
-    turned, values = grouped[:, :, :2].float(), grouped[:, :, 2:]
-    half = grouped.shape[-1] // 2
-    rates = ROTARY_BASE ** (torch.arange(half, device=packed.device) / -half)
-    places = torch.arange(packed.shape[1], device=packed.device) if places is None else places
-    angles = (places[..., None] * rates)[..., None, None, :]  # (B or none, T, 1, 1, D / 2)
-    first, second = turned.chunk(2, -1)
-    cosine, sine = angles.cos(), angles.sin()
-    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
-    return torch.cat((turned.to(packed.dtype), values), 2).view_as(packed)
+
+    cosines: Tensor
+    sines: Tensor
+
+    @classmethod
+    def of(cls, places: Tensor, width: int) -> Rotation:
+        """Return the one of places, (..., T), for heads of a `width`, D."""
+        half = width // 2
+        rates = ROTARY_BASE ** (torch.arange(half, device=places.device) / -half)
+        angles = (places[..., None] * rates)[..., None, None, :]
+        return cls(angles.cos(), angles.sin())
+
+    def turn(self, packed: Tensor, heads: int) -> Tensor:
+        """Turn queries and keys, packed with values: (B, T, 3H) -> the same."""
+        grouped = packed.view(*packed.shape[:2], 3, heads, -1)  # (B, T, 3, N, D)
+        turned, values = grouped[:, :, :2].float(), grouped[:, :, 2:]
+        (first, second), cosines, sines = turned.chunk(2, -1), self.cosines, self.sines
+        both = (first * cosines - second * sines, second * cosines + first * sines)
+        return torch.cat((torch.cat(both, -1).to(packed.dtype), values), 2).view_as(packed)
 
 
 def attend(
@@ -214,7 +223,6 @@ class Block(nn.Module):
     def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__()
         self.attention_dropout, self.residual_dropout = config.attn_pdrop, config.resid_pdrop
-        self.rotates = config.position == "rotary"
         self.ln_1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.attn = Attention(config, layer)
         self.ln_2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
@@ -226,15 +234,17 @@ class Block(nn.Module):
         mask: Tensor | None = None,
         eager: bool = False,
         keep: Keep | None = None,
+        rotation: Rotation | None = None,
         past: Past | None = None,
     ) -> Tensor:
         """Return the block's output, (B, T', H).
 
         `mask` is that of `attend`.  `keep` are the tokens that go on after attention: all serve as
-        keys and values, but only the kept ones pass the projection and the MLP.  The tokens follow
-        those of the `past`, if there is one.
+        keys and values, but only the kept ones pass the projection and the MLP.  `rotation` is
+        that of the tokens' places, if the model has it.  The tokens follow those of the `past`, if
+        there is one.
         """
-        mixed = self._attend(hidden, mask, eager, keep, past)
+        mixed = self._attend(hidden, mask, eager, keep, rotation, past)
         dropout = self.residual_dropout if self.training else 0.0
         hidden = take(hidden, keep) + drop(self._map(self.attn.c_proj, mixed), dropout)
         inner = self._map(self.mlp.c_proj, self._widen(self.ln_2(hidden)))
@@ -264,14 +274,14 @@ class Block(nn.Module):
         mask: Tensor | None,
         eager: bool,
         keep: Keep | None,
+        rotation: Rotation | None,
         past: Past | None,
     ) -> Tensor:
         """Return the attention's values at the kept tokens, (B, T', H)."""
         batch, tokens, width = hidden.shape
         heads, scale = self.attn.num_heads, self.attn.scaling
         packed = self._map(self.attn.c_attn, self.ln_1(hidden))
-        if self.rotates:
-            packed = rotate(packed, heads, None if past is None else past.places)
+        packed = packed if rotation is None else rotation.turn(packed, heads)
         dropout = self.attention_dropout if self.training else 0.0
         if (
             mask is None

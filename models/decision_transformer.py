@@ -40,7 +40,7 @@ from gear_offline.models.base import (
     assign_weights,
     weightless,
 )
-from gear_offline.models.blocks import Encoder, Keep, Past, dense_mask, drop, init_weights
+from gear_offline.models.blocks import Encoder, Keep, Past, Rotation, dense_mask, drop, init_weights
 from gear_offline.models.encoders import ColumnEncoder, FrameEncoder, resolve_encoder
 from gear_offline.models.gaussian import (
     INITIAL_TEMPERATURE,
@@ -547,9 +547,14 @@ class DecisionTransformer(SequenceModel):
     ) -> Tensor:
         """Run the blocks: (B, T, H) -> (B, T or kept, H)."""
         recomputed = self.recomputed and self.training and torch.is_grad_enabled()
-        hidden, last = tokens, len(self.encoder.h) - 1
+        hidden, last, rotation = tokens, len(self.encoder.h) - 1, None
+        if self.config.position == "rotary":  # once for all blocks: they would take longer than it
+            number = torch.arange(tokens.shape[1], device=tokens.device)
+            width = self.config.hidden_size // self.config.n_head
+            rotation = Rotation.of(past[0].places if past else number, width)
         for i, block in enumerate(self.encoder.h):
-            inputs = (hidden, mask, self.attention == "eager", keep if i == last else None)
+            kept = keep if i == last else None
+            inputs = (hidden, mask, self.attention == "eager", kept, rotation)
             if recomputed:
                 hidden = checkpoint(block, *inputs, use_reentrant=False)
             else:

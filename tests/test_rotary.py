@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gear_offline as go
-from gear_offline.models.blocks import rotate
+from gear_offline.models.blocks import Rotation
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.hugging_face import to_released
 from gear_offline.runs.loop import TrainingInterrupted
@@ -23,7 +23,8 @@ from tests.training_support import learnt, tiny_recipe
 @pytest.mark.parametrize(("heads", "width"), [(1, 2), (2, 6), (3, 32)])
 def test_queries_and_keys_are_turned_as_complex_numbers(heads: int, width: int) -> None:
     packed = torch.randn(2, 50, 3 * heads * width, dtype=torch.float64).float()
-    found = rotate(packed, heads).view(2, 50, 3, heads, width).numpy()
+    turned = Rotation.of(torch.arange(50), width).turn(packed, heads)
+    found = turned.view(2, 50, 3, heads, width).numpy()
     rows, half = packed.view(2, 50, 3, heads, width).numpy(), width // 2
     for place in (0, 1, 49):
         for pair in range(half):
