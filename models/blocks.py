@@ -148,7 +148,7 @@ class Past:
     Token p of a window lies at place p + 1; place 0 takes what is no token, and nobody sees it.
     """
 
-    cache: Tensor  # (2, E, T, N, D) keys and values
+    cache: Tensor  # (2, E, N, T, D) keys and values
     places: Tensor  # (B, T') int64, of the tokens that come
     rows: Tensor | None  # (B,) windows that they are of; None: all
     length: int  # places that are filled then, at most
@@ -161,14 +161,14 @@ class Past:
         return (stored <= places) & ((stored > 0) | (places == 0))  # no row is empty
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store those of the tokens that come, (B, T', N, D); return all, (B, N, length, D)."""
+        """Store those of the tokens that come, (B, N, T', D); return all, (B, N, length, D)."""
         rows = self.rows
         if rows is None:
             rows = torch.arange(len(keys), device=keys.device)
-        self.cache[:, rows[:, None], self.places] = torch.stack((keys, values))
+        for store, new in zip(self.cache, (keys, values), strict=True):
+            store[rows[:, None], :, self.places] = new.transpose(1, 2)
         stored = self.cache if self.rows is None else self.cache[:, self.rows]
-        every, each = stored[:, :, : self.length].transpose(2, 3)
-        return every, each
+        return stored[0, :, :, : self.length], stored[1, :, :, : self.length]
 
 
 class Map(nn.Module):
@@ -297,7 +297,7 @@ class Block(nn.Module):
         grouped = packed.view(batch, tokens, 3, heads, -1)
         query, key, value = grouped.permute(2, 0, 3, 1, 4).unbind()  # (B, N, T, D) each
         if past is not None:
-            key, value = past.extend(key.transpose(1, 2), value.transpose(1, 2))
+            key, value = past.extend(key, value)
         options: Any = {"mask": mask, "scale": scale, "dropout": dropout}
         mixed = (attend_eagerly if eager else attend)(query, key, value, **options)
         return take(mixed.transpose(1, 2).reshape(batch, tokens, width), keep)

@@ -346,7 +346,7 @@ class DecisionTransformer(SequenceModel):
         if type(self) is not DecisionTransformer:
             return None  # what a derived class makes of a step is its own
         layers, heads, weight = self.config.n_layer, self.config.n_head, self.embed_ln.weight
-        return weight.new_zeros(layers, 2, windows, 3 * steps, heads, len(weight) // heads)
+        return weight.new_zeros(layers, 2, windows, heads, 3 * steps, len(weight) // heads)
 
     def act_next(self, window: PlayedWindow, cache: Tensor, steps: int) -> Tensor:
         # three tokens are new: the last action, the condition and the state
