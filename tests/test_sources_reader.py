@@ -188,6 +188,8 @@ def test_a_reader_goes_with_its_source(log: list[dict[str, Any]]) -> None:
     assert go.load_recipe(base, "data.source=another.log").data.reader == reader
     assert go.load_recipe(base, "data.path=e").data.reader is None, "data that are named"
     assert prepare_one(go.load_recipe(base, "data.path=e"), quiet=True).episodes.episodes == 4
+    task = {"path": "d", "source": "mine.log", "reader": "mylog.py:read_log"}
+    assert {*go.load_recipe("paper", {"data.tasks": {"one": task}}).parts} == {reader}
     with one_error("RECIPE", "data: reader needs source"):
         go.load_recipe("smoke", {"data.reader": "mylog.py:read_log", "data.collect": None})
 
@@ -206,8 +208,14 @@ def test_a_reader_that_only_a_run_names_is_not_run(
     with one_error("RECIPE", "only a run"):
         go.train(recipe, out="run", quiet=True)
     assert not Path("ran").exists()
-    go.train(recipe, RECIPE | {"train.steps": 2, "evaluate.episodes": 0}, out="run", quiet=True)
+    few = {"train.steps": 2, "evaluate.episodes": 0}
+    go.train(recipe, RECIPE | few, out="run", quiet=True)
     assert Path("ran").exists()
+    Path("mylog.py").write_text(LOG)
+    with one_error("DATA_MISMATCH", "made of mine.log by mylog.py:read_log"):
+        go.train("run", resume=True, quiet=True)
+    taken = {"data.source": None, "data.collect": None}
+    assert go.train("run", taken, resume=True, quiet=True).steps == 2
 
 
 def _padded(mask: bool, extra: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:

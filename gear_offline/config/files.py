@@ -20,11 +20,8 @@ from gear_offline.errors import InputError, given_path, in_home
 RECIPES = Path(__file__).parents[1] / "recipes"
 MAX_BASES = 8
 
-OWN_OPTIONS = {
-    "selection": "strategy",
-    "model": "kind",
-    "goals": "kind",
-}  # sections of options of one's own
+# sections of options of one's own
+OWN_OPTIONS = {"selection": "strategy", "model": "kind", "goals": "kind"}
 MAKERS = ("source", "reader", "collect")
 KINDS = [f"{section}.{name}" for section, name in OWN_OPTIONS.items()]
 

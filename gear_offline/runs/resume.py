@@ -104,7 +104,7 @@ def _differences(before: Recipe, now: Recipe, step: int, *, is_resolved: bool) -
     past = before.train.batch_of(step - 1) if step else -1
     for options, recipe in ((then, before), (today, now)):  # what is skipped later is free
         options["train.skip"] = [list(span) for span in recipe.train.skip if span[0] <= past]
-    free = {*RESUMABLE, *(key for key in {*then, *today} if key.startswith("parts."))}
+    free = {*RESUMABLE, *(key for key in {*then, *today} if key.split(".")[0] == "parts")}
     if now.optimizer.schedule != "constant":
         free.remove("train.steps")  # the learning rates of the steps done depend on it
     if now.loader.condition == "advantage":

@@ -6,13 +6,13 @@ It has the server's addresses, and names that no table here has.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from gear_offline.core.text import first_line, say
+from gear_offline.core.types import Array
 from gear_offline.data.dataset.schema import is_storable
 from gear_offline.data.dataset.shard import byte_view, digest
 from gear_offline.data.sources.base import Source, SourceRequest
@@ -27,28 +27,21 @@ def open_d4rl_package(name: str, request: SourceRequest) -> Source | None:
     stored = None if file and file.is_file() else _get_dataset(name)
     if stored is None:
         return None
-    rows = {str(name): np.asarray(values) for name, values in sorted(stored.items())}
-    arrays = {
-        name: SimpleNamespace(
-            shape=values.shape,
-            dtype=values.dtype if is_storable(values.dtype) else None,
-            type_name=str(values.dtype),
-            rows=values,
-        )
-        for name, values in rows.items()
-    }
-    columns = {n: values for n, values in rows.items() if is_storable(values.dtype)}
-    digests = (f"{n} {digest(byte_view(np.ascontiguousarray(r)))}" for n, r in columns.items())
-    facts = {
-        "metadata": {n: values for n, values in rows.items() if n.startswith("metadata/")},
-        YIELDED: f"xxh3-128:{digest(' '.join(digests).encode())}",
-    }
+    arrays, digests = dict[str, Any](), list[str]()
+    for column, rows in sorted(stored.items()):
+        dtype = rows.dtype if is_storable(rows.dtype) else None
+        facts: dict[str, Any] = {"shape": rows.shape, "type_name": str(rows.dtype)}
+        arrays[column] = SimpleNamespace(rows=rows, dtype=dtype, **facts)
+        if dtype is not None:
+            digests.append(f"{column} {digest(byte_view(np.ascontiguousarray(rows)))}")
+    metadata = {n: rows for n, rows in stored.items() if n.startswith("metadata/")}
+    facts = {"metadata": metadata, YIELDED: f"xxh3-128:{digest(' '.join(digests).encode())}"}
     where = f"{name} of the d4rl package"
     info: dict[str, Any] = {"where": where, "format": "hdf5", "facts": facts}
     return table_source(arrays, request, (), lambda array: array.rows, **info)
 
 
-def _get_dataset(name: str) -> Mapping[str, Any] | None:
+def _get_dataset(name: str) -> dict[str, Array] | None:
     """Return the arrays of a dataset by name, flat; None, and a line, where the package fails."""
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -57,7 +50,8 @@ def _get_dataset(name: str) -> Mapping[str, Any] | None:
 
             environment = gym.make(name)
             try:
-                return dict(environment.get_dataset())
+                stored = environment.get_dataset().items()
+                return {str(column): np.asarray(rows) for column, rows in stored}
             finally:
                 environment.close()
     except ModuleNotFoundError as error:

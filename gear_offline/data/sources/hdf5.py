@@ -86,7 +86,7 @@ class Hdf5File(Closing):
                 is_other = path.suffix and not path.suffix.lower().startswith(".h")
                 problem = f"{path.suffix} files are not read" if is_other else "not an HDF5 file"
                 remedy = f"in Python: {way}; " * bool(way) + "a reader of your own: "
-                remedy += "--reader FILE.py:FUNCTION, docs/how-to/convert.md"
+                remedy += "--reader FILE.py:FUNCTION, in a recipe data.reader"
                 raise InputError("SOURCE_READ", problem, str(path), remedy)
             try:
                 self._file = h5py.File(path, "r", locking="best-effort")
