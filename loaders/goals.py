@@ -8,6 +8,9 @@ Shape legend: T steps of a block, B segments of a rank, S shape of a state, E ep
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
+
 import numpy as np
 
 from gear_offline.batches.sampling.draws import GOAL_LAWS, Facts, SegmentStream
@@ -83,7 +86,8 @@ class _OwnLaw:
     """A function of the user's that draws goals, checked to draw each one by itself."""
 
     def __init__(self, name: str, facts: Facts) -> None:
-        self._name, self._facts, self._function = name, facts, find_part(GOAL_LAWS, name)
+        self._name, self._function = name, find_part(GOAL_LAWS, name)
+        self._facts = replace(facts, column=cache(facts.need("column")))  # for each block again
         lengths = facts.episodes.lengths[:8]
         numbers = slot_draws(0, 0, 1, lengths.size, stream=GOAL_STREAM)
         episodes, pairs = np.arange(lengths.size), np.stack(numbers, axis=-1)[0]
@@ -109,7 +113,8 @@ class _OwnLaw:
             goals = [np.asarray(values) for values in pair]
         is_whole = len(goals) == 2 and all(g.dtype.kind in "iu" and g.size for g in goals)
         if not is_whole or any(g.shape != (episodes.size,) for g in goals):
-            problem = f"it returns {', '.join(f'{g.dtype} {g.shape}' for g in goals[-2:])}"
+            returned = goals if isinstance(drawn, tuple) else goals[1:]
+            problem = f"it returns {', '.join(f'{g.dtype} {g.shape}' for g in returned)}"
             remedy = f"return ({episodes.size},) steps of these episodes, or (episodes, steps)"
             raise InputError("LOADER_OPTION", problem, self._name, remedy)
         others, starts = (g.astype(np.int64) for g in goals)

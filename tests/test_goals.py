@@ -145,6 +145,7 @@ def soon(facts, episodes, steps, draws):
     return np.minimum(steps + (3 * draws[:, 0]).astype(int), last)
 
 def elsewhere(facts, episodes, steps, draws):
+    assert facts.column("observations") is facts.column("observations"), "read once"
     others = (episodes + 1) % facts.episodes.episodes
     return others, (draws[:, 1] * facts.episodes.lengths[others]).astype(int)
 
@@ -188,7 +189,7 @@ def test_a_law_of_ones_own(dataset: Dataset, tmp_path: Path, monkeypatch: Patch)
         ("by_chance", "it draws other goals each time"),
         ("ranked", "depends on other segments"),
         ("beyond", "draws step 10.. of episode 0"),
-        ("of_floats", r"it returns .*float64 \(4,\)"),
+        ("of_floats", r"it returns float64 \(4,\)"),
         ("failing", "drawing raised KeyError.*law.py:"),
         ("nothing", "has no 'nothing'"),
     ):
