@@ -161,6 +161,9 @@ class Policy:
             for name, c in self.columns.items()
             if c.frames
         }
+        self._has_logits = True
+        # of what actions can be drawn with
+        self._noise_width = self.action_dim if self.stochastic or self.discrete else 0
         self._cache = model.make_cache(0, context_length) if memory else None
         self._graph: _Graph | None = None
         self.captures = True  # `capture` does something on a GPU
@@ -344,7 +347,8 @@ class Policy:
             (n,) different environments that act; None means all E.  Leaving out those that are
             done saves their share of the work.
         generator
-            Draw the actions with it, of a stochastic policy; default its means.
+            Draw the actions with it, of a stochastic policy, or discrete ones by their
+            probabilities; default the means, or the most probable.
 
         Returns
         -------
@@ -372,7 +376,7 @@ class Policy:
 
         Meanwhile a GPU may compute those of other policies, too.
         """
-        if generator is not None and not self.stochastic:
+        if generator is not None and not self._noise_width:
             raise InputError("MODEL", "the policy draws no actions: it is deterministic")
         envs = rows = self._check_indices(indices)
         observed = self._encode_observations(observations, len(envs))
@@ -380,19 +384,19 @@ class Policy:
             raise InputError("MODEL", "act was called twice without observe_reward")
         if self.memory:
             self._halve_full()
+        noise: Array = np.zeros((len(envs), self._noise_width))
+        if generator is not None:  # the largest of logits and Gumbel's numbers: by probability
+            noise = generator.gumbel(size=noise.shape)
+            if not self.discrete:
+                noise = generator.standard_normal(noise.shape, np.float32)
         if self._cache is not None:
             # The others too: what is written is where their own next steps will be.
-            rows = np.arange(self.environments)
+            rows, noise = np.arange(self.environments), self._for_all(noise, envs)
             observed = {name: self._for_all(values, envs) for name, values in observed.items()}
-        numbers = self._numbers(rows)
-        if self._graph is not None and generator is None:
+        numbers = self._numbers(rows, noise)
+        if self._graph is not None:
             wait = self._graph.launch(numbers, observed)
         else:
-            noise: Tensor | float = 0.0
-            if generator is not None:
-                normal = generator.standard_normal((len(envs), self.action_dim), np.float32)
-                normal = normal if self._cache is None else self._for_all(normal, envs)
-                noise = torch.from_numpy(normal).to(self.device)
             # Early in the episodes windows are short: leave out what nobody has filled yet.
             filled = self.context_length
             if self.model.short_windows:
@@ -400,11 +404,14 @@ class Policy:
             now = torch.from_numpy(numbers).to(self.device)
             states = {n: torch.from_numpy(rows).to(self.device) for n, rows in observed.items()}
             with calling_model(self.model, "act()"), evaluation_mode(self.model):
-                actions = np.asarray(self._step(now, states, filled, noise).cpu().numpy())
+                actions = np.asarray(self._step(now, states, filled).cpu().numpy())
             wait = partial(np.asarray, actions)
 
         def finish() -> Array:
             actions = wait() if self._cache is None else wait()[envs]
+            if generator is not None and not self._has_logits:
+                problem = "the model gives choices, and no logits to draw them by"
+                raise InputError("MODEL", problem, "act()", "return logits, or draw nothing")
             self._done[envs, :-1] = actions.reshape(len(envs), -1)
             self._waiting[envs] = True
             self._steps[envs] += 1
@@ -413,14 +420,14 @@ class Policy:
 
         return finish
 
-    def _numbers(self, rows: Int64Array) -> Float64Array:
-        """Return (n, 4 + A + targets) facts of the next step of rows of the memory, for `_step`."""
+    def _numbers(self, rows: Int64Array, noise: Array) -> Float64Array:
+        """Return facts (n, any) of the next step of rows of the memory, for `_step`."""
         remaining = self._targets[rows]
         targets = self.window.returns(remaining)[:, None]
         if self.goals:
             targets = self.window.columns[0].states(remaining)
         counts = np.stack([rows, self._steps[rows], self._timesteps[rows]], 1)
-        return np.concatenate([counts, self._done[rows], targets], axis=1)
+        return np.concatenate([counts, self._done[rows], targets, noise], axis=1)
 
     def _for_all(self, values: Array, envs: Int64Array) -> Array:
         """Return values (n, ...) of some environments as those of all, zeros for the others."""
@@ -518,17 +525,16 @@ class Policy:
             states[name] = rows if column.frames == "uint8" else scales.states(rows)
         return states
 
-    def _step(
-        self, numbers: Tensor, observed: Mapping[str, Tensor], filled: int, noise: Tensor | float
-    ) -> Tensor:
+    def _step(self, numbers: Tensor, observed: Mapping[str, Tensor], filled: int) -> Tensor:
         """Remember the current step and return the actions (n, A) or (n,).
 
-        `numbers` (n, 4 + A + targets) float64 are rows of the memory, steps in it and in the
-        episode so far, the last action and its reward, and the targets.  No window has more than
-        `filled` steps.  Where keys and values are cached, rows are those of all environments.
+        `numbers` (n, any) float64 are rows of the memory, steps in it and in the episode so far,
+        the last action and its reward, the targets, and noise.  No window has more than `filled`
+        steps.  Where keys and values are cached, rows are those of all environments.
         """
-        widths = [1, 1, 1, self._done.shape[1], self._widths[3]]
-        row, step, timestep, done, targets = torch.split(numbers, widths, dim=1)
+        widths = [1, 1, 1, self._done.shape[1], self._widths[3], self._noise_width]
+        row, step, timestep, done, targets, drawn = torch.split(numbers, widths, dim=1)
+        noise = drawn.float() if self._noise_width else 0.0
         rows, steps = row[:, 0].long(), step[:, 0].long()
         inputs = {}
         for name, state in observed.items():
@@ -556,13 +562,17 @@ class Policy:
         if self._cache is not None:
             pair = window[index[:, None], torch.stack((last, position), 1)]
             played = self._window(pair, position, noise)
-            return as_actions(self.model, self.model.act_next(played, self._cache, filled))
+            return self._finish(self.model.act_next(played, self._cache, filled), noise)
         self._memory[rows] = window
         return self._choose(window[:, :filled], position, noise)
 
     def _choose(self, window: Tensor, position: Tensor, noise: Tensor | float) -> Tensor:
         """Return the actions (n, A) or (n,) at a place (n,) of remembered steps (n, K, width)."""
-        return as_actions(self.model, self.model.act(self._window(window, position, noise)))
+        return self._finish(self.model.act(self._window(window, position, noise)), noise)
+
+    def _finish(self, action: Tensor, noise: Tensor | float) -> Tensor:
+        self._has_logits = action.is_floating_point()
+        return as_actions(self.model, action, noise)
 
     def _window(
         self, window: Tensor, position: Tensor, noise: Tensor | float = 0.0
@@ -574,7 +584,7 @@ class Policy:
             actions = actions[..., 0].long()
         timesteps = timesteps[..., 0].long()
         inputs = (states, actions, rewards, targets, timesteps, position)
-        return make_window(self.model, *inputs, noise)
+        return make_window(self.model, *inputs, 0.0 if self.discrete else noise)
 
     def observe_reward(
         self,
@@ -664,11 +674,11 @@ def make_window(
     return PlayedWindow(*inputs, rewards=rewards)
 
 
-def as_actions(model: SequenceModel, action: Tensor) -> Tensor:
-    """Return what a model gave as actions (n, A) float32, or (n,) int64."""
+def as_actions(model: SequenceModel, action: Tensor, noise: Tensor | float = 0.0) -> Tensor:
+    """Return what a model gave as actions (n, A) float32, or (n,) int64 of logits and noise."""
     if not model.facts.discrete:
         return action.float()
-    return action.argmax(-1) if action.is_floating_point() else action.long()
+    return (action + noise).argmax(-1) if action.is_floating_point() else action.long()
 
 
 class _Graph:
@@ -679,7 +689,8 @@ class _Graph:
 
     def __init__(self, policy: Policy) -> None:
         count, device, length = policy.environments, policy.device, policy.context_length
-        self._numbers = torch.from_numpy(policy._numbers(np.arange(count))).to(device)
+        numbers = policy._numbers(np.arange(count), np.zeros((count, policy._noise_width)))
+        self._numbers = torch.from_numpy(numbers).to(device)
         self._nobody = count
         if policy._cache is None:
             self._numbers[:, 0] = count
@@ -696,9 +707,9 @@ class _Graph:
                 self._stream.wait_stream(torch.cuda.current_stream(device))
                 with torch.cuda.stream(self._stream):
                     for _ in range(2):  # libraries choose their algorithms and allocate
-                        policy._step(self._numbers, self._seen, length, 0.0)
+                        policy._step(self._numbers, self._seen, length)
                     with capturing(self._graph, self._stream):
-                        self._actions = policy._step(self._numbers, self._seen, length, 0.0)
+                        self._actions = policy._step(self._numbers, self._seen, length)
         finally:
             torch.set_float32_matmul_precision(precision)
 

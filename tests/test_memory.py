@@ -19,6 +19,7 @@ from gear_offline.models.hugging_face import to_released
 from tests.checkpoint_support import write_run
 from tests.gpu_support import NEEDS_GPU
 from tests.model_support import ACTIONS, STATES, inputs, make
+from tests.sampling_support import p_value
 from tests.support import Captured, one_error
 from tests.test_policy import CONTEXT, COUNT, make_policy
 from tests.training_support import (
@@ -264,6 +265,43 @@ def test_a_run_over_histories_plays_memories_and_reports_them(tmp_path: Path) ->
         go.evaluate(write_run(tmp_path / "other"), episodes_of_memory=2, quiet=True)
     with one_error("RECIPE", "needs loader.span=history"):
         tiny_recipe(data, "evaluate.episodes_of_memory=3")
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_discrete_actions_are_drawn_by_their_probabilities(memory: bool) -> None:
+    model = make(discrete=True, condition="rewards").eval()
+    head: Any = model.predict_action[0]
+    head.weight.data *= 10.0
+    policy = make_policy(model, memory=memory, span="history", state_mean=None, state_std=None)
+    policy.reset(np.arange(3000), 0.0)
+    plain = make(discrete=True).eval()
+    plain.load_state_dict(model.state_dict())
+    for step in range(2):
+        actions = policy.act(np.ones((3000, STATES)), generator=np.random.default_rng(step))
+        policy.observe_reward(np.zeros(3000), actions=np.zeros(3000))
+        states, past = torch.ones(1, step + 1, STATES), torch.zeros(1, step + 1, 1)
+        window = {"states": states, "returns_to_go": past, "actions": past[..., 0].long()}
+        with torch.no_grad():
+            output = plain(**window, timesteps=torch.arange(step + 1)[None])
+        chances = output.action_preds[0, -1].softmax(-1).numpy().astype(np.float64)
+        counts = np.bincount(actions, minlength=len(chances))
+        assert p_value(counts, 3000 * chances / chances.sum()) > 1e-4
+
+
+def test_an_evaluation_draws_actions_on_request(tmp_path: Path) -> None:
+    raw: dict[str, Any] = {"state_mean": None, "state_std": None}
+    policy = make_policy(make(state_dim=4, action_dim=2, discrete=True, max_timestep=500), **raw)
+    how: dict[str, Any] = {"environment": "CartPole-v1", "targets": 9.0, "episodes": 4}
+    reports = [
+        go.evaluate(policy, **how, sample=drawn, out=tmp_path / str(number), quiet=True)
+        for number, drawn in enumerate((True, True, False))
+    ]
+    returns = [report.targets[0].returns for report in reports]
+    assert returns[0] == returns[1] != returns[2]
+    assert [report.sample for report in reports] == [True, True, False]
+    how |= {"environment": "GearTest/Recall-v0"}
+    with one_error("MODEL", "draws no actions"):
+        go.evaluate(make_policy(), **how, sample=True, quiet=True)
 
 
 def test_a_memory_needs_histories_and_every_reward() -> None:

@@ -126,6 +126,7 @@ class TaskResult(_Record):
     episodes: int = 0
     environments: int = 0
     episodes_of_memory: int = 1  # `returns` are those of one memory after the other
+    sample: bool = False  # actions were drawn
     goals: bool = False
     condition: Target = "return"  # what the targets are
     confidence: str = ""

@@ -342,6 +342,7 @@ def evaluate(
     targets: Any = Numbers(None, help="Target returns, comma-separated; default the recipe's."),
     episodes: int | None = Count(None, help="Episodes per target."),
     episodes_of_memory: int | None = Count(None, help="Episodes in a row in each, remembered."),
+    sample: bool | None = Option(None, "--sample", help="Draw actions by their probabilities."),
     environment: str | None = Environment(help="Gymnasium id."),
     environment_options: Any = How(),
     checkpoint: str | None = Option(None, help="last, best or a step number; default last."),

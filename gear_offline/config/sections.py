@@ -739,6 +739,8 @@ class EvaluateSettings(PlaySettings):
     """Episodes for each target; 0: no evaluation while training."""
     episodes_of_memory: Positive = 1
     """Episodes that follow each of them in its environment, the first included, in one memory."""
+    sample: bool = False
+    """Draw actions, discrete ones by their probabilities; else the means, or the most probable."""
     offline: bool = False
     """Judge the policy by its data when training ends, as gear-offline choose does."""
     environments: Positive | Literal["auto"] = "auto"

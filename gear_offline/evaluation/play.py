@@ -216,6 +216,7 @@ class _TaskPlay:
             data_best=best,
             seed=task.seed,
             episodes_of_memory=task.episodes_of_memory,
+            sample=task.sample,
             condition=task.condition,
             goals=task.goals,
         )
@@ -248,6 +249,7 @@ class _TaskPlay:
             seeds=[task.seed + e for e in range(task.episodes) for _ in range(count)],
             targets=task.targets * task.episodes,
             memory=task.episodes_of_memory,
+            generator=np.random.default_rng(task.seed) if task.sample else None,
             keep_actions=count,
             **options,
         )

@@ -246,6 +246,7 @@ def turns(
     seeds: Sequence[int],
     targets: Sequence[float],
     memory: int = 1,
+    generator: np.random.Generator | None = None,
     keep_actions: int = 0,
     on_episode: Callable[[int], None] = lambda count: None,
 ) -> Generator[None, None, Episodes]:
@@ -258,6 +259,7 @@ def turns(
 
     With a `memory` of M episodes each of them is followed by M - 1 more in its environment, which
     is reset without a seed, and a `Policy` forgets only before the first.  Results are of all.
+    A `Policy` draws its actions by the `generator`.
     """
     from gear_offline.models.policy import Policy  # loads torch, which workers do without
 
@@ -275,7 +277,7 @@ def turns(
     waiting = iter(range(0, total, memory))
     ask: Any = None  # of a policy with an `act` of its own there is no other way
     if isinstance(policy, Policy) and type(policy).act is Policy.act:
-        ask = policy.ask
+        ask = partial(policy.ask, generator=generator)
     while True:
         begun, stepped = (np.flatnonzero(todo == done) for done in (TO_RESET, TO_STEP))
         todo[:] = IDLE  # also if the policy fails

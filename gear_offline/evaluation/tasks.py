@@ -43,6 +43,7 @@ class EvaluationTask:
     name: str = ""  # of the task; empty for a policy of one
     episodes: int = 10  # of each target; episode e is reset with ``seed + e``
     episodes_of_memory: int = 1  # that each of them is the first of, in one environment and memory
+    sample: bool = False  # actions are drawn
     environments: int = 0  # side by side for each target; 0: as many as suit the device
     seed: int = 0
     # D4RL name, two returns or scores to normalise by; default: those of the environment's family
@@ -90,6 +91,7 @@ def tasks_of(recipe: Recipe, environment: str | None = None) -> tuple[Evaluation
             reference=section.reference,
             episodes=shared.episodes,
             episodes_of_memory=shared.episodes_of_memory,
+            sample=shared.sample,
             environments=0 if shared.environments == "auto" else shared.environments,
             seed=shared.seed,
             condition=recipe.loader.condition,
@@ -111,6 +113,7 @@ class PlayOptions:
     targets: tuple[float, ...] | None = None
     episodes: int | None = None
     episodes_of_memory: int | None = None
+    sample: bool | None = None
     checkpoint: str | int | None = None
     seed: int | None = None
     device: str = "auto"
@@ -178,6 +181,7 @@ def choose_tasks(recipe: Recipe, options: PlayOptions) -> list[EvaluationTask]:
         "seed": options.seed,
         "episodes": options.episodes,
         "episodes_of_memory": options.episodes_of_memory,
+        "sample": options.sample,
     }
     changes = {key: value for key, value in changes.items() if value is not None}
     changes.setdefault("episodes", settings.episodes or EPISODES)

@@ -28,6 +28,7 @@ def evaluate(
     targets: Sequence[float] | float | None = None,
     episodes: int | None = None,
     episodes_of_memory: int | None = None,
+    sample: bool | None = None,
     environment: str | Callable[..., Any] | None = None,
     environment_options: Mapping[str, Any] | None = None,
     checkpoint: str | int | None = None,
@@ -53,6 +54,8 @@ def evaluate(
     episodes_of_memory
         Episodes that are played one after another in each environment, in one memory; then
         `episodes` counts memories.  Default: the recipe's, which is 1.
+    sample
+        Draw actions, as `Policy.act` does by a generator; default: the recipe's, which is not to.
     environment
         Default: the recipe's.  Of a run of several tasks: play only the tasks of this environment,
         or of this name; `targets` need one that names a single task.
@@ -91,6 +94,7 @@ def evaluate(
         targets=targets,
         episodes=episodes,
         episodes_of_memory=episodes_of_memory,
+        sample=sample,
         checkpoint=checkpoint,
         seed=seed,
         device=device,
