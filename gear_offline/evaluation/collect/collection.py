@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain, count, repeat
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -34,14 +34,14 @@ from gear_offline.evaluation.collect.policies import (
     quality_parts,
     train_with_library,
 )
-from gear_offline.evaluation.collect.q_learning import ALGORITHM, plan_history
+from gear_offline.evaluation.collect.q_learning import ALGORITHM, plan_histories
 from gear_offline.evaluation.collect.record import (
     LEARN,
     LEARNER,
     RECORD,
     Crew,
-    EpisodePlan,
     EpisodePolicy,
+    Plan,
     episode_plan,
     reset_seed,
 )
@@ -201,15 +201,15 @@ def collect(
         if number is not None and not (fits and least <= number < 1 << 63):
             need = f"need a number, {least} <= {name} < 2^63"
             raise InputError("USAGE", f"got {number!r}, {need}", where=name)
-    stays = ":" in policy or policy == "q_learning"  # what learns stays in its process
-    if stays or (processes is None and policy != "ars" and steps < PARALLEL_STEPS):
-        processes = 1
+    of_library = ":" in policy
+    if of_library or (processes is None and policy != "ars" and steps < PARALLEL_STEPS):
+        processes = 1  # a library's model stays in the process that trained it
     with new_hdf5(out, overwrite=overwrite) as writer:
         how, several = typed_options(environment_options), min(usable_cores(), MAX_PROCESSES)
         with Crew(environment_id, how, processes=processes or several) as crew:
             say_version(environment_id, quiet=quiet)
             source: ars.Training | EpisodePolicy
-            plans: Iterator[EpisodePlan]
+            plans: Iterator[Plan]
             used, best, learners = 0, None, list[ars.Training]()
             share = -(-steps // (histories or 1))
             if "random" in shares:
@@ -232,10 +232,7 @@ def collect(
                 used, best = sum(each.steps for each in learners), source.best.policy
                 _check_gate(gate, source.best.mean_return, environment_id)
             elif policy == "q_learning":
-                plans = chain.from_iterable(
-                    plan_history(crew.facts, seed, number, share, action_noise)
-                    for number in range(histories or 0)
-                )
+                plans = iter(plan_histories(crew.facts, histories or 0, seed, share, action_noise))
             elif policy == "play":
                 source = play_policy(environment_id, how)
             else:
@@ -301,7 +298,7 @@ class _Maker:
     steps: int  # that it should give
     action_noise: float
     policy: EpisodePolicy | None  # None for replay, whose every episode has another one
-    plans: Iterator[EpisodePlan]  # endless, except for replay
+    plans: Iterator[Plan]  # endless, except for replay
     recorded: list[_RecordedEpisode] = field(default_factory=list)
 
     def report(self) -> MakerReport:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from itertools import count
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -68,31 +68,45 @@ class QLearner:
         row[action] += RATE * (target - row[action])
 
 
-def plan_history(
-    facts: EnvironmentFacts, seed: int, number: int, steps: int, action_noise: float
-) -> Iterator[EpisodePlan]:
-    """Yield the episodes of learner `number`, of `steps` or more together.
+def plan_histories(
+    facts: EnvironmentFacts, count: int, seed: int, steps: int, action_noise: float
+) -> list[LearnerPlan]:
+    """Plan histories of `steps` or more each; refuse actions that are not discrete."""
+    if facts.discrete:
+        return [LearnerPlan(seed, number, steps, action_noise) for number in range(count)]
+    problem, remedy = "q_learning needs discrete actions", "use policy ars"
+    raise InputError("ENVIRONMENT", problem, facts.environment_id, remedy)
 
-    Each one is to be played before the next one is asked for.  The first reset has the seed
-    ``seed + number``, later ones have none: an environment that keeps its task keeps it.
+
+@dataclass(frozen=True)
+class LearnerPlan:
+    """The history of learner `number`.
+
+    The first reset has the seed ``seed + number``, later ones have none: an environment that keeps
+    its task keeps it.
     """
-    if not facts.discrete:
-        problem, remedy = "q_learning needs discrete actions", "use policy ars"
-        raise InputError("ENVIRONMENT", problem, facts.environment_id, remedy)
-    learner = QLearner(facts.choices)
-    for episode in count():
-        if learner.steps >= steps:
-            break
-        yield EpisodePlan(
-            policy=learner,
-            reset_seed=seed + number,
-            goes_on=episode > 0,
-            noise_path=(seed, LEARN, number, episode),
-            action_noise=action_noise,
-            on_step=learner.learn,
-            learner=number,
-        )
-        learner.replay()
-    if len(learner.values) > learner.steps / 2 and number == 0:
-        share = f"{len(learner.values):,} of {learner.steps:,} steps"
-        say(f"warning: {share} met a new observation, where a table knows nothing: use policy ars")
+
+    seed: int
+    number: int
+    steps: int
+    action_noise: float
+
+    def episodes(self, facts: EnvironmentFacts) -> Iterator[EpisodePlan]:
+        """Yield the next episode as what was played has taught."""
+        learner, episode = QLearner(facts.choices), 0
+        while learner.steps < self.steps:
+            yield EpisodePlan(
+                policy=learner,
+                reset_seed=self.seed + self.number,
+                goes_on=episode > 0,
+                noise_path=(self.seed, LEARN, self.number, episode),
+                action_noise=self.action_noise,
+                on_step=learner.learn,
+                learner=self.number,
+            )
+            learner.replay()
+            episode += 1
+        if len(learner.values) > learner.steps / 2 and self.number == 0:
+            share = f"{len(learner.values):,} of {learner.steps:,} steps"
+            problem = f"{share} met a new observation, where a table knows nothing"
+            say(f"warning: {problem}: use policy ars")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -78,6 +79,15 @@ class EpisodePlan:
     # told of each step: observation, action, reward, next observation, whether it terminated
     on_step: Callable[[Array, Array, float, Array, bool], None] | None = None
     learner: int | None = None  # whose history the episode goes on
+
+
+class HistoryPlan(Protocol):
+    """Plans the episodes of a history, each when the one before it has been played."""
+
+    def episodes(self, facts: EnvironmentFacts) -> Iterator[EpisodePlan]: ...
+
+
+Plan = EpisodePlan | HistoryPlan
 
 
 def fields_of(rows: Array) -> dict[str, Array]:
@@ -155,6 +165,11 @@ class Player(Closing):
             problem = "its actions have no bounds"
             raise InputError("ENVIRONMENT", problem, facts.environment_id, remedy)
 
+    def play_all(self, plan: Plan) -> Iterator[Episode]:
+        """Play the episode of a plan, or those of a history."""
+        plans = [plan] if isinstance(plan, EpisodePlan) else plan.episodes(self.facts)
+        return map(self.play, plans)
+
     def play(self, plan: EpisodePlan) -> Episode:
         """Play an episode; global generators that its policy may draw from are seeded, too."""
         with Draws(plan.reset_seed):
@@ -221,12 +236,12 @@ class Crew(Closing):
         several = processes > 1 and self._known is not None
         self._pool = WorkerPool(processes) if several else None
 
-    def play(self, plans: Iterable[EpisodePlan]) -> Iterator[Episode]:
+    def play(self, plans: Iterable[Plan]) -> Iterator[Episode]:
         """Yield the episodes of `plans` (maybe endless) in order; stop reading when enough."""
         if self._pool is None:
-            return map(self._player.play, plans)
+            return chain.from_iterable(map(self._player.play_all, plans))
         jobs = ((self._known, plan) for plan in plans)
-        return self._pool.run(f"{__name__}:play_in_worker", jobs)
+        return chain.from_iterable(self._pool.run(f"{__name__}:play_in_worker", jobs))
 
     def close(self) -> None:
         self._player.close()
@@ -239,6 +254,6 @@ def _player(pack: Pack) -> Player:
     return Player(pack.make())
 
 
-def play_in_worker(caller: Caller, pack: Pack, plan: EpisodePlan) -> Episode:
+def play_in_worker(caller: Caller, pack: Pack, plan: Plan) -> list[Episode]:
     """Do one job of `Crew` in a worker."""
-    return _player(pack).play(plan)
+    return list(_player(pack).play_all(plan))
