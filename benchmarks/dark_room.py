@@ -37,7 +37,11 @@ SEED, RESAMPLES = 1000, 2000
 VARIANTS: dict[str, dict[str, Any]] = {
     "histories": {},
     "shuffled": {},
-    "cut": {"loader.span": "episode", "selection": {"strategy": "uniform_steps"}},
+    "cut": {
+        "loader.span": "episode",
+        "selection": {"strategy": "uniform_steps"},
+        "evaluate.episodes_of_memory": 1,
+    },
 }
 LABELS = {
     "source": "the learners of the data, on the same goals",
@@ -75,7 +79,7 @@ def shuffle_histories(data: go.Dataset, path: Path) -> go.Dataset:
 def train(run: Path, data: Path, variant: str, seed: int, options: argparse.Namespace) -> None:
     """Train the recipe on some data; windows of one episode are as many steps in a batch."""
     settings: dict[str, Any] = {"seed": seed, "data.path": str(data), "data.collect": None}
-    settings |= {"evaluate.episodes": 0, "train.trackers": [], "model.condition": "rewards"}
+    settings |= {"evaluate.episodes": 0, "train.trackers": []}
     recipe = go.load_recipe("dark-room", settings | VARIANTS[variant]).replace(options.overrides)
     if variant == "cut":
         wide = recipe.loader.batch_size * recipe.loader.context_length // options.steps
@@ -86,7 +90,10 @@ def train(run: Path, data: Path, variant: str, seed: int, options: argparse.Name
 
 def play(run: Path, room: dict[str, Any], goals: int, tries: int, episodes: int) -> Float64Array:
     """Return the returns (goals, tries, episodes) of a run; memories of one episode are none."""
-    how: dict[str, Any] = {"episodes_of_memory": episodes, "environment_options": room}
+    how: dict[str, Any] = {
+        "episodes_of_memory": episodes,
+        "environment_options": room,
+    }
     seed = SEED * goals  # the first goal first
     report = go.evaluate(
         run, environment=ROOM, episodes=goals * tries, seed=seed, quiet=True, **how
@@ -176,7 +183,7 @@ def main() -> None:
     parser.add_argument("--controls", type=int, default=2, help="seeds of shuffled and cut")
     parser.add_argument("--tries", type=int, default=20, help="of each goal and seed")
     parser.add_argument("--episodes", type=int, default=50, help="of a memory")
-    parser.add_argument("--learners", type=int, default=300, help="in the data")
+    parser.add_argument("--learners", type=int, default=600, help="in the data")
     parser.add_argument("--length", type=int, default=30, help="episodes of a learner")
     parser.add_argument("--size", type=int, default=9, help="of the room")
     parser.add_argument("--steps", type=int, default=20, help="of an episode")
