@@ -93,6 +93,7 @@ def play(run: Path, room: dict[str, Any], goals: int, tries: int, episodes: int)
     how: dict[str, Any] = {
         "episodes_of_memory": episodes,
         "environment_options": room,
+        "sample": True,
     }
     seed = SEED * goals  # the first goal first
     report = go.evaluate(
