@@ -138,7 +138,7 @@ class PlayedWindow:
     goals: Tensor | None  # (B, K, S)
     timesteps: Tensor  # (B, K) int64
     place: Tensor  # (B,) int64
-    noise: Tensor | float = 0.0  # (B, A) standard normal: draw the actions; 0.0: their means
+    noise: Tensor | float = 0.0  # (B, A) standard normal: draw the actions; 0: their means
     padding: Padding = "right"
     tasks: Tensor | None = None
     rewards: Tensor | None = None  # (B, K, 1) float32 as the data hold them; the newest's is 0

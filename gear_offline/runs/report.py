@@ -20,6 +20,7 @@ import numpy.typing as npt
 from jinja2 import Environment, FileSystemLoader, Template
 from markupsafe import Markup
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from gear_offline.artifacts.json_lines import read_document, read_lines
 from gear_offline.artifacts.records import (
@@ -266,6 +267,7 @@ def _draw_episodes(name: str, result: TaskResult) -> bytes:
         plots.draw_mean(axes, numbers, means, ends, color=colour, label=label)
     plots.from_zero(axes)
     plots.dress(axes, x="episode of the memory", y="return")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     plots.legend(axes)
     first, *_, last = (each.mean_return for each in result.targets[0].by_episode)
     finding = f"Return {short(first)} in the first episode, {short(last)} in the last"
