@@ -130,3 +130,27 @@ def test_what_a_table_cannot_learn_is_told(tmp_path: Path, capsys: Captured) -> 
     assert list(tmp_path.iterdir()) == []
     collect("CartPole-v1", tmp_path / "a.hdf5", **learn)
     assert capsys.readouterr().err.count("met a new observation") == 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_policy_learns_in_context_goals_that_it_has_not_seen(tmp_path: Path) -> None:
+    """With frozen weights later episodes of a memory return more: in a room of 4 x 4 cells."""
+    room: dict[str, Any] = {"size": 4, "max_episode_steps": 8}
+    options: dict[str, Any] = {"policy": "q_learning", "histories": 240, "steps": 240 * 80}
+    options |= {"environment_options": {**room, "goals": "train"}, "quiet": True}
+    collect(ROOM, tmp_path / "a.hdf5", **options)
+    go.convert(tmp_path / "a.hdf5", tmp_path / "a", quiet=True)
+    changes: dict[str, Any] = {
+        "data.path": str(tmp_path / "a"), "data.collect": None, "loader.context_length": 80,
+        "model.hidden_size": 64, "model.layers": 2, "train.steps": 800, "train.threads": 1,
+        "loader.batch_size": 16, "optimizer.warmup_steps": 100, "evaluate.episodes": 0,
+        "train.trackers": [],
+    }  # fmt: skip
+    run = go.train("dark-room", changes, out=tmp_path / "run", quiet=True)
+    for goals, times in (("train", 1.8), ("held_out", 1.3)):
+        how: dict[str, Any] = {"episodes_of_memory": 20, "sample": True, "episodes": 96}
+        how |= {"environment": ROOM, "environment_options": {**room, "goals": goals}}
+        (target,) = go.evaluate(run.path, quiet=True, **how).targets
+        returns = np.array(target.returns).reshape(96, 20)
+        assert returns[:, 10:].mean() >= times * returns[:, :5].mean() > 0.0, goals
