@@ -67,9 +67,12 @@ def shuffle_histories(data: go.Dataset, path: Path) -> go.Dataset:
         assert data.histories is not None
         generator = np.random.default_rng(SEED)
         order = np.lexsort((generator.random(len(data.histories)), data.histories))
-        columns = ("observations", "actions", "rewards", "learner")
+        names = ("observations", "actions", "rewards", "learner")
+        columns, at = {name: data.column(name) for name in names}, data.episodes.offsets
         episodes = [
-            {name: data[int(e)][name] for name in columns} | {"terminated": False} for e in order
+            {name: rows[at[e] : at[e + 1]] for name, rows in columns.items()}
+            | {"terminated": False}
+            for e in order
         ]
         source = go.from_episodes(episodes, history=data.histories[order].tolist())
         go.convert(source, path, quiet=True)
