@@ -44,10 +44,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 LABELS = {
-    "source": "the learners of the data, on the same goals",
+    "source": "learners, on the same goals",
     "histories": "policy, whole histories",
-    "shuffled": "policy, episodes of a history shuffled",
-    "cut": "policy, windows end with episodes",
+    "shuffled": "policy, shuffled histories",
+    "cut": "policy, windows of an episode",
 }
 
 
