@@ -43,8 +43,8 @@ from gear_offline.config.sections import (
     TransformerSettings,
 )
 from gear_offline.config.strict_yaml import dump_yaml
-from gear_offline.core.hub import is_hub
 from gear_offline.core.parts import admit, is_part, part_name, readmit
+from gear_offline.core.remote import is_remote
 from gear_offline.core.text import to_plain
 from gear_offline.errors import InputError
 
@@ -299,9 +299,9 @@ class Recipe(Section):
 
 
 def whole_paths(data: dict[str, Any]) -> dict[str, Any]:
-    """Make the paths of datasets whole in options ``data``; names on the Hub stay."""
+    """Make the paths of datasets whole in options ``data``; names on servers stay."""
     for section in (data, *(data["tasks"] or {}).values()):
-        if section["path"] is not None and not is_hub(section["path"]):
+        if section["path"] is not None and not is_remote(section["path"]):
             section["path"] = os.path.abspath(section["path"])
     return data
 

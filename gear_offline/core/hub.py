@@ -27,11 +27,6 @@ def is_hub(path: object) -> bool:
     return isinstance(path, str | Path) and str(path).startswith(PREFIX)
 
 
-def is_there(path: str | Path) -> bool:
-    """Look for a path; the Hub is asked later."""
-    return is_hub(path) or Path(path).exists()
-
-
 def fetch(name: str, repo_type: Kind, code: str, *, only: tuple[str, ...] = ()) -> Path:
     """Fetch ``hub:USER/NAME/FOLDER@REVISION``; return its place in huggingface_hub's cache.
 

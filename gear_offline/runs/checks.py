@@ -12,8 +12,8 @@ from gear_offline.batches.sampling.draws import GOAL_LAWS
 from gear_offline.config.problems import nearest, no_data
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings, ModelSettings, OwnModelSettings
-from gear_offline.core.hub import is_there
 from gear_offline.core.parts import Kind, check_part, find_part, is_part
+from gear_offline.core.remote import check_address, is_remote, is_there, parse_address
 from gear_offline.data.dataset.manifest import check_dataset
 from gear_offline.data.dataset.scores import dataset_names, find_scores
 from gear_offline.data.sources.reader import READERS
@@ -70,10 +70,12 @@ def check_data(recipe: Recipe, *, is_of_run: bool = False) -> None:
         is_made = not is_of_run and (data.maker.source or data.maker.collect)
         if not (is_made or (data.path and is_there(data.path))):
             raise no_data(data, is_of_run=is_of_run)
-        if data.path and (not is_made or Path(data.path).is_file()):
+        if data.path and (not is_made or is_remote(data.path) or Path(data.path).is_file()):
             check_dataset(data.path)
         elif is_made and not (data.path and is_there(data.path)):
             check_reader(data.maker.reader)
+            if address := parse_address(data.maker.source):
+                check_address(address, "SOURCE_READ")
 
 
 def check_reader(name: str | None) -> None:

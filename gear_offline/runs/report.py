@@ -40,9 +40,10 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.config.strict_yaml import read_yaml
 from gear_offline.core import plots
 from gear_offline.core.files import write_file
-from gear_offline.core.hub import fetch, is_hub, is_there
+from gear_offline.core.remote import is_remote, is_there
 from gear_offline.core.text import count_text, interval_text, markdown, short, told_apart
 from gear_offline.core.types import Float64Array
+from gear_offline.data.dataset.fetch import fetch_dataset
 from gear_offline.data.dataset.manifest import Manifest, SourceRecord
 from gear_offline.errors import InputError
 from gear_offline.runs.page import write_page
@@ -159,8 +160,8 @@ def read_data(recipe: Recipe | None, summary: RunSummary | None = None) -> DataF
     if recipe is None or (data := recipe.data).path is None or not is_there(data.path):
         return None
     path = data.path
-    if is_hub(path):
-        path = str(fetch(path, "dataset", "DATASET_NOT_FOUND"))
+    if is_remote(path):
+        path = str(fetch_dataset(path))
     manifest, facts = Manifest.read(path), summary.data if summary else None
     if facts is None and (data.admissions, data.admit_every, data.held_out) == (None,) * 3:
         returns = manifest.returns

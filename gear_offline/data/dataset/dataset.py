@@ -19,9 +19,11 @@ import numpy.typing as npt
 
 from gear_offline.config.arguments import check_arguments
 from gear_offline.core.files import FileIdentity, file_identity
-from gear_offline.core.hub import card, fetch, is_hub, put
+from gear_offline.core.hub import card, put
+from gear_offline.core.remote import is_remote
 from gear_offline.core.system import usable_cores
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
+from gear_offline.data.dataset.fetch import fetch_dataset
 from gear_offline.data.dataset.manifest import (
     MANIFEST_NAME,
     Admission,
@@ -495,7 +497,8 @@ def open_dataset(
     Parameters
     ----------
     path
-        Directory that `gear_offline.convert` made, or ``hub:USER/NAME`` of the Hugging Face Hub.
+        Directory that `gear_offline.convert` made, ``hub:USER/NAME`` of the Hugging Face Hub, or
+        an address of such a directory, e.g. ``s3://bucket/data``.
     verify
         Compare every block of every shard with its digest now.  Otherwise the manifest, the sizes
         and headers of the shards and the per-episode tensors are checked; what is loaded whole
@@ -507,7 +510,9 @@ def open_dataset(
     ------
     InputError
         ``DATASET_NOT_FOUND``; ``DATASET_DAMAGED`` at the first damage, with file, tensor and
-        block, or for a newer version of the format.
+        block, or for a newer version of the format; ``SOURCE_CHANGED`` on its server.
+    UnavailableError
+        ``DATASET_NOT_FOUND`` of a server that fails, ``PACKAGE_MISSING``.
 
     Examples
     --------
@@ -522,8 +527,8 @@ def open_dataset(
     >>> dataset.column("rewards").dtype, dataset.statistics["observations"].mean.tolist()
     (dtype('float32'), [6.5, -4.5, 1.0])
     """
-    if is_hub(path):
-        path = fetch(str(path), "dataset", "DATASET_NOT_FOUND")
+    if is_remote(path):
+        path = fetch_dataset(path)
     manifest, path = Manifest.read(path), given_path(path, "DATASET_NOT_FOUND", where="path")
     dataset = with_shards(path, manifest)
     if admissions != 0:

@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import Field, PlainSerializer, PlainValidator, model_validator
 
 from gear_offline.core.files import open_regular, read_regular
-from gear_offline.core.hub import is_hub
+from gear_offline.core.remote import check_address, is_remote, parse_address
 from gear_offline.core.text import count_text, first_line, quote, texts
 from gear_offline.data.dataset.schema import ColumnSpec, TableSpec
 from gear_offline.data.dataset.scores import ReferenceScores, dataset_file
@@ -346,8 +346,13 @@ def is_dataset(path: Path) -> bool:
 
 
 def check_dataset(path: str) -> None:
-    """Refuse a path of this machine where no dataset is; what there is may still be damaged."""
-    if not (is_hub(path) or is_dataset(Path(path))):
+    """Refuse a path of this machine where no dataset is; what there is may still be damaged.
+
+    Of an address the protocol is checked; the server is asked later.
+    """
+    if address := parse_address(path):
+        check_address(address, "DATASET_NOT_FOUND")
+    elif not (is_remote(path) or is_dataset(Path(path))):
         raise _no_dataset(Path(path))
 
 

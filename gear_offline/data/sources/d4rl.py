@@ -9,15 +9,12 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Collection, Mapping
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from gear_offline.core.files import new_file
-from gear_offline.core.progress import Progress
+from gear_offline.core.remote import download
 from gear_offline.core.text import count_text
 from gear_offline.data.dataset.scores import dataset_file, dataset_names, dataset_of_file
 from gear_offline.data.sources.base import Source
@@ -27,7 +24,6 @@ from gear_offline.data.sources.rules import ARTIFICIAL
 from gear_offline.errors import GearError, InputError, UnavailableError
 
 SERVER = "http://rail.eecs.berkeley.edu/datasets/offline_rl/"  # d4rl/infos.py; it has no https
-TIMEOUT_SECONDS = 30.0
 EXPORTED = "gear_offline"  # attribute of our own files, by which no layout is guessed
 
 
@@ -202,23 +198,9 @@ def find_place(name: str) -> Path | None:
 
 def _download(url: str, target: Path) -> None:
     """Fetch `url` to `target`, which appears when it is complete."""
-    remedy = "download it on a machine with network and put it there"
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer,
-            new_file(target, overwrite=True) as temporary,
-            open(temporary, "wb") as file,
-        ):
-            total = int(answer.headers.get("Content-Length") or 0)
-            with Progress(f"download {target.name}", total=total, unit="bytes") as progress:
-                while block := answer.read(1 << 20):
-                    file.write(block)
-                    progress.advance(len(block))
-            if file.tell() != total and total:
-                raise OSError(f"got {file.tell()} of {total} bytes")
-    except (OSError, ValueError, GearError) as error:
-        if isinstance(error, urllib.error.HTTPError):
-            error.close()  # it holds the connection
-        problem = f"cannot fetch {url}: {error.__cause__ or error}"
+        download(url, target, "SOURCE_READ")
+    except GearError as error:
+        remedy = "download it on a machine with network and put it there"
+        problem = f"cannot fetch {url}: {error.problem}"
         raise UnavailableError("SOURCE_READ", problem, str(target), remedy) from error

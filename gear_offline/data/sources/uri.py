@@ -6,10 +6,12 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from gear_offline.config.arguments import check_arguments
 from gear_offline.core.hub import fetch, is_hub
+from gear_offline.core.remote import fetch_file, hide_secrets, is_remote
+from gear_offline.data.dataset.fetch import fetch_dataset
 from gear_offline.data.dataset.scores import dataset_file, dataset_of_file
 from gear_offline.data.sources.base import Source, SourceRequest
 from gear_offline.data.sources.combine import adapt_columns, with_columns
@@ -17,6 +19,7 @@ from gear_offline.data.sources.d4rl_package import open_d4rl_package
 from gear_offline.data.sources.folders import open_folder
 from gear_offline.data.sources.formats import (
     FILE_FORMATS,
+    FORMATS,
     HDF5,
     SCHEMES,
     find_format,
@@ -41,7 +44,7 @@ def open_source(
     Parameters
     ----------
     uri
-        Path of a file or directory, or a name, as docs/how-to/convert.md lists them.
+        Path of a file or directory, a name, or an address, as docs/how-to/convert.md lists them.
     rule
         Boundary rule in place of the format's own, e.g. ``"terminals|steps=1000"``; see
         docs/how-to/convert.md.
@@ -69,10 +72,10 @@ def open_source(
     UnavailableError
         ``SOURCE_READ`` for a failed download, ``PACKAGE_MISSING``.
     """
-    if is_hub(uri):
-        folder = fetch(str(uri), "dataset", "SOURCE_READ")
-        source = open_source(folder, rule=rule, names=names, partial=partial, reader=reader)
-        source.info = replace(source.info, uri=str(uri))
+    if is_remote(uri):
+        path = _fetch(str(uri), is_file=reader is not None)
+        source = open_source(path, rule=rule, names=names, partial=partial, reader=reader)
+        source.info = replace(source.info, uri=hide_secrets(str(uri)))
         return source
     names = names or {}
     if not (isinstance(names, Mapping) and all(isinstance(o, str) for o in names.values())):
@@ -104,6 +107,16 @@ def open_source(
     return adapt_columns(source, rule)
 
 
+def _fetch(uri: str, *, is_file: bool) -> Path:
+    """Return the place on this machine of a source on a server."""
+    if is_hub(uri):
+        return fetch(uri, "dataset", "SOURCE_READ")
+    suffix = PurePosixPath(hide_secrets(uri)).suffix.lower()
+    if is_file or any(suffix in form.suffixes for form in FORMATS):
+        return fetch_file(uri, "SOURCE_READ")
+    return fetch_dataset(uri, "SOURCE_READ")
+
+
 def find_local_path(source: str) -> Path | None:
     """Return the place of a source on this machine; None where it is not here, or not yet."""
     scheme, name, _ = _split(source)
@@ -117,9 +130,10 @@ def find_local_path(source: str) -> Path | None:
 def was_read_from(source: str, uri: str, files: Sequence[str]) -> bool:
     """Compare a source with the `uri` and `files` of data; True if they may be of it."""
     scheme, name, _ = _split(source)
-    if is_hub(source) or scheme in ("d4rl", "minari"):
+    if is_remote(source) or scheme in ("d4rl", "minari"):
         # The file of a D4RL dataset may have been converted under its own name.
-        return uri == source or Path((scheme == "d4rl" and dataset_file(name)) or "-").name in files
+        file = dataset_file(name) if scheme == "d4rl" else None
+        return uri == hide_secrets(source) or Path(file or "-").name in files
     local_path = find_local_path(source)
     return not (files and local_path and local_path.is_file()) or local_path.name in files
 

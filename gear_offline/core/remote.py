@@ -1,0 +1,311 @@
+"""Files of servers: fetched into a cache, resumed after a break, refused if they change midway.
+
+``https://`` and ``http://`` are read by urllib, other protocols by their packages for fsspec.
+"""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import hashlib
+import os
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from http.client import HTTPResponse
+from pathlib import Path
+from typing import NamedTuple, Protocol
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from gear_offline.core.files import check_new_file, sync_directory, turn_of, write_all, writing
+from gear_offline.core.hub import is_hub
+from gear_offline.core.progress import Progress
+from gear_offline.core.text import first_line
+from gear_offline.errors import GearError, InputError, UnavailableError
+
+TIMEOUT_SECONDS = 30.0  # without a byte of the server
+BLOCK_BYTES = 8 << 20  # of a request for a range through fsspec
+CACHE_VARIABLE = "GEAR_OFFLINE_CACHE"
+IN_EXTRA = ("s3", "s3a", "gs", "gcs")  # protocols that `gear-offline[remote]` reads
+VOLATILE_FACTS = ("time", "atime")  # of a file in fsspec: when it was read
+
+
+class Version(NamedTuple):
+    """What a server says of a file; another content has another version."""
+
+    tag: str  # "": the server tells none
+    size: int | None
+
+
+class RemoteFile(Protocol):
+    """A file of a server."""
+
+    def look_up(self) -> Version:
+        """Ask for the version."""
+
+    def read(self, version: Version, offset: int) -> Iterator[bytes]:
+        """Yield the bytes from `offset` on, in order; there is at least one."""
+
+
+def parse_address(path: object) -> str | None:
+    """Return an address, ``PROTOCOL://...``, from a text or a path; None: it is something else."""
+    text = str(path) if isinstance(path, str | Path) else ""
+    if isinstance(path, Path):  # which has made one slash of two
+        text = re.sub(r"^([a-z][a-z0-9+-]*):/", r"\1://", text)
+    if not re.match(r"[a-z][a-z0-9+-]*://", text, re.IGNORECASE):
+        return None
+    try:
+        urlsplit(text)
+    except ValueError as error:  # brackets of IPv6
+        raise InputError("USAGE", f"no address: {error}", remedy="check the address") from error
+    return text
+
+
+def is_remote(path: object) -> bool:
+    return is_hub(path) or parse_address(path) is not None
+
+
+def is_there(path: str | Path) -> bool:
+    """Look for a path; a server is asked later."""
+    return is_remote(path) or Path(path).exists()
+
+
+def hide_secrets(path: str) -> str:
+    """Return an address without user, password and query; other text as it is."""
+    if parse_address(path) is None:
+        return path
+    parts = urlsplit(path)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment=""))
+
+
+def join_address(address: str, name: str) -> str:
+    """Return the address of a file in the folder at `address`."""
+    parts = urlsplit(address)
+    return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{name}"))
+
+
+def cache_folder(*key: object) -> Path:
+    """Return the folder of the cache that belongs to a key."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    cache = os.environ.get(CACHE_VARIABLE) or f"{home}/gear_offline"
+    return Path(cache).expanduser() / hashlib.sha256(repr(key).encode()).hexdigest()[:32]
+
+
+def check_address(address: str, code: str) -> None:
+    """Refuse an address whose protocol nobody knows, or whose package is missing."""
+    scheme, _, rest = address.partition("://")
+    scheme, where = scheme.lower(), hide_secrets(address)
+    if scheme in ("file", "local"):
+        raise InputError(code, "a file of this machine has no address", where, "give its path")
+    if not rest.strip("/"):
+        raise InputError(code, "the address names no server", where, "check the address")
+    if scheme in ("http", "https"):
+        return
+    import fsspec  # slow to load
+
+    protocols = fsspec.available_protocols()
+    if scheme not in protocols:
+        near = difflib.get_close_matches(scheme, protocols, n=2) or ["https", "s3", "gs", "hf"]
+        remedy = f"did you mean {' or '.join(f'{name}://' for name in near)}"
+        raise InputError(code, f"there is no protocol {scheme}://", where, remedy)
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except ImportError as error:
+        problem, remedy = f"{scheme}:// needs a package", first_line(error)
+        if scheme in IN_EXTRA:
+            remedy = "pip install 'gear-offline[remote]'"
+        raise UnavailableError("PACKAGE_MISSING", problem, where, remedy) from error
+
+
+def fetch_file(address: str, code: str) -> Path:
+    """Return the place in the cache of a file of a server, which is fetched if it is not there.
+
+    The server is asked each time whether it changed.  `code` is that of errors;
+    ``SOURCE_CHANGED``, ``PACKAGE_MISSING``, ``OUTPUT_WRITE``.
+    """
+    check_address(address, code)
+    with _server_errors(address, code):
+        version = _open(address).look_up()
+    name = re.sub(r"[\0/]", "_", unquote(urlsplit(hide_secrets(address)).path.rpartition("/")[2]))
+    key = cache_folder(hide_secrets(address), urlsplit(address).query, version)
+    target = key / (name.strip(".") or "file")
+    if not (version.tag and target.is_file()):
+        download(address, target, code)
+    return target
+
+
+def download(
+    address: str,
+    target: Path,
+    code: str,
+    *,
+    size: int | None = None,
+    check: Callable[[Path], None] = lambda path: None,
+) -> None:
+    """Fetch a file to `target`, which appears when it is complete and `check` has taken it.
+
+    What was fetched before a break waits beside it under a hidden name.  The file must have `size`
+    bytes (``DATASET_DAMAGED``), and the same version at the end as at the beginning.
+    """
+    file, where = _open(address), hide_secrets(address)
+    with _server_errors(address, code):
+        version = file.look_up()
+    if size not in (None, version.size):
+        problem = f"the file has {version.size} bytes, the manifest says {size}"
+        raise InputError("DATASET_DAMAGED", problem, where, "put the dataset on the server again")
+    with turn_of(target, quiet=False):
+        check_new_file(target, overwrite=True)
+        if version.tag and target.is_file():
+            return  # another process has fetched it
+        stem = f".{target.name}.fetched-"
+        partial = target.with_name(stem + hashlib.sha256(repr(version).encode()).hexdigest()[:12])
+        for leftover in target.parent.iterdir():
+            is_other = leftover != partial or not version.tag
+            if is_other and leftover.name.startswith(stem):
+                leftover.unlink()
+        try:
+            _append(file, version, partial, address, code)
+            with _server_errors(address, code):
+                if file.look_up() != version:
+                    raise _changed_error(address)
+            check(partial)
+        except UnavailableError:  # it can go on from there
+            raise
+        except GearError:
+            partial.unlink()
+            raise
+        with writing(target):
+            partial.replace(target)
+            sync_directory(target.parent)
+
+
+def _append(file: RemoteFile, version: Version, partial: Path, address: str, code: str) -> None:
+    """Fetch what a partial file lacks; go on after a break as long as each attempt gets further."""
+    name = urlsplit(hide_secrets(address)).path.rpartition("/")[2]
+    with ExitStack() as stack:
+        with writing(partial):
+            out = stack.enter_context(open(partial, "ab", buffering=0))
+        begin, total = out.tell(), version.size or 0
+        bar = Progress(f"download {name}", total=total, unit="bytes", done=begin)
+        progress = stack.enter_context(bar)
+        while version.size is None or out.tell() < version.size:
+            begin = out.tell()
+            try:
+                with _server_errors(address, code):
+                    for block in file.read(version, begin):
+                        with writing(partial):
+                            write_all(out.fileno(), block)
+                        progress.advance(len(block))
+                    if version.size not in (None, out.tell()):
+                        raise OSError(f"it sent {out.tell()} of {version.size} bytes")
+                break
+            except UnavailableError:
+                if out.tell() == begin or not version.tag:
+                    raise
+        with writing(partial):
+            os.fsync(out.fileno())
+
+
+def _changed_error(address: str) -> InputError:
+    problem = "the file changed on the server while it was fetched"
+    return InputError("SOURCE_CHANGED", problem, hide_secrets(address), "try again")
+
+
+def _open(address: str) -> RemoteFile:
+    return (_HttpFile if re.match("https?:", address, re.IGNORECASE) else _FsspecFile)(address)
+
+
+class _HttpFile:
+    """A file of a web server."""
+
+    def __init__(self, address: str) -> None:
+        parts = urlsplit(address)
+        user, _, host = parts.netloc.rpartition("@")
+        self._address = urlunsplit(parts._replace(netloc=host, fragment=""))
+        self._login = base64.b64encode(unquote(user).encode()).decode() if user else None
+
+    def look_up(self) -> Version:
+        with self._ask({}) as answer:  # not HEAD: signed addresses may allow GET alone
+            return _version(answer)
+
+    def read(self, version: Version, offset: int) -> Iterator[bytes]:
+        with self._ask({"Range": f"bytes={offset}-"} if offset else {}) as answer:
+            if _version(answer) != version:
+                raise _changed_error(self._address)
+            begin = int(re.findall(r"\d+", answer.headers["Content-Range"] or "0")[0])
+            while begin < offset and (block := answer.read(min(offset - begin, 1 << 20))):
+                begin += len(block)  # of a server without ranges
+            if begin != offset:
+                raise OSError(f"it sent the bytes from {begin} on, not from {offset}")
+            while block := answer.read(1 << 20):
+                yield block
+
+    def _ask(self, headers: dict[str, str]) -> HTTPResponse:
+        request = urllib.request.Request(self._address, headers=headers)
+        if self._login:  # not for a server that this one redirects to
+            request.add_unredirected_header("Authorization", f"Basic {self._login}")
+        answer: HTTPResponse = urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS)
+        return answer
+
+
+def _version(answer: HTTPResponse) -> Version:
+    tag = answer.headers["ETag"] or answer.headers["Last-Modified"] or ""
+    size = answer.headers["Content-Length"]
+    if answer.status == 206:
+        size = answer.headers["Content-Range"].rpartition("/")[2]
+    return Version(tag, int(size) if size and size.isdecimal() else None)
+
+
+class _FsspecFile:
+    """A file of a file system of fsspec."""
+
+    def __init__(self, address: str) -> None:
+        from fsspec.core import url_to_fs
+
+        self._files, self._path = url_to_fs(address)
+
+    def look_up(self) -> Version:
+        self._files.invalidate_cache()
+        facts = self._files.info(self._path)
+        if facts["type"] != "file":
+            raise FileNotFoundError(self._path)
+        tag = sorted((key, str(facts[key])) for key in {*facts} - {*VOLATILE_FACTS})
+        return Version(str(tag), facts["size"])
+
+    def read(self, version: Version, offset: int) -> Iterator[bytes]:
+        for start in range(offset, version.size or 0, BLOCK_BYTES):
+            stop = min(start + BLOCK_BYTES, version.size or 0)
+            yield self._files.cat_file(self._path, start=start, end=stop)
+
+
+@contextmanager
+def _server_errors(address: str, code: str) -> Iterator[None]:
+    """Raise what a server, or a package that asks it, says as one error without secrets."""
+    try:
+        yield
+    except GearError:
+        raise
+    except Exception as error:  # packages of fsspec have their own
+        reason, where, status = first_line(error), hide_secrets(address), 0
+        parts, is_secret = urlsplit(address), False
+        for secret in (parts.query, parts.netloc.rpartition("@")[0], parts.password):
+            is_secret |= bool(secret) and str(secret) in reason
+            reason = reason.replace(secret, "***") if secret else reason
+        if isinstance(error, urllib.error.HTTPError):
+            status = error.code
+            error.close()  # it holds the connection
+        found: GearError
+        if status in (404, 410) or isinstance(error, FileNotFoundError):
+            problem, remedy = "the server has no such file", "check the address"
+            remedy += ": of a file, or of a folder with the manifest.json of GEAR shards"
+            found = InputError(code, problem, where, remedy)
+        elif status in (401, 403) or isinstance(error, PermissionError):
+            remedy = "give an address that you may read, or log in as its package asks for"
+            found = InputError(code, f"the server refuses: {reason}", where, remedy)
+        else:
+            problem = f"the server does not answer as it should: {reason}"
+            remedy = "check the network, then try again: it goes on where it broke off"
+            found = UnavailableError(code, problem, where, remedy)
+        raise found from (None if is_secret else error)

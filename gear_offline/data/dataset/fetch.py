@@ -1,0 +1,90 @@
+"""Fetch datasets of GEAR shards from the Hugging Face Hub or another server."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+from gear_offline.core import hub
+from gear_offline.core.files import read_regular, write_file, writing
+from gear_offline.core.remote import (
+    cache_folder,
+    check_address,
+    download,
+    fetch_file,
+    hide_secrets,
+    join_address,
+    parse_address,
+)
+from gear_offline.data.dataset.manifest import (
+    ADMISSIONS_NAME,
+    MANIFEST_NAME,
+    MAX_ADMISSIONS_BYTES,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    ShardRecord,
+    read_admissions,
+)
+from gear_offline.data.dataset.shard_file import ShardFile
+from gear_offline.errors import InputError
+
+
+def fetch_dataset(path: str | os.PathLike[str], code: str = "DATASET_NOT_FOUND") -> Path:
+    """Return the directory that a remote dataset has on this machine, fetched as far as it lacks.
+
+    Shards of an address are compared with their digests before they lie there.  Its folder is that
+    of the manifest: another one on the server does not touch data that are in use.
+    """
+    address = parse_address(path)
+    if address is None:
+        return hub.fetch(str(path), "dataset", code)
+    check_address(address, code)
+    where = hide_secrets(join_address(address, MANIFEST_NAME))
+    raw = _read(address, MANIFEST_NAME, code, most=MAX_MANIFEST_BYTES)
+    manifest = Manifest.decode(raw, where=where)
+    folder = cache_folder(hide_secrets(address), raw)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        admissions = _read(address, ADMISSIONS_NAME, code, most=MAX_ADMISSIONS_BYTES)
+    except InputError as error:
+        if error.code != code:
+            raise
+        admissions = b""  # servers may refuse what is not there
+    with writing(folder):
+        for name, content in ((ADMISSIONS_NAME, admissions), (MANIFEST_NAME, raw)):
+            if content:
+                write_file(folder / name, content)
+    grown = manifest.grown(read_admissions(folder)[0])
+
+    def check(file: Path, *, shard: ShardRecord) -> None:
+        try:
+            with open(file, "rb") as opened:
+                shard_file = ShardFile(opened, folder, grown, shard)
+                shard_file.read_episodes()
+                shard_file.compare()
+        except InputError as error:
+            shard_where = hide_secrets(join_address(address, shard.name))
+            remedy = "put the dataset on the server again"
+            raise InputError(error.code, error.problem, shard_where, remedy) from error
+
+    for shard in grown.shards:
+        if not (folder / shard.name).is_file():
+            download(
+                join_address(address, shard.name),
+                folder / shard.name,
+                code,
+                size=shard.bytes,
+                check=partial(check, shard=shard),
+            )
+    return folder
+
+
+def _read(address: str, name: str, code: str, *, most: int) -> bytes:
+    file = fetch_file(join_address(address, name), code)
+    try:
+        return read_regular(file, most=most)
+    except (OSError, ValueError) as error:
+        where = hide_secrets(join_address(address, name))
+        raise InputError("DATASET_DAMAGED", f"cannot read it: {error}", where) from error

@@ -1,0 +1,340 @@
+"""Sources and datasets of servers: a web server that fails in many ways, and fsspec's protocols."""
+
+from __future__ import annotations
+
+import base64
+import http.server
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+
+import gear_offline as go
+from gear_offline.cli.main import main
+from gear_offline.core import remote
+from gear_offline.data.dataset.growing import GrowingDataset
+from gear_offline.runs.checks import check_data
+from gear_offline.runs.data import prepare_dataset
+from tests.support import (
+    Captured,
+    Patch,
+    contents,
+    hopper_columns,
+    make_dataset,
+    one_error,
+    run_python,
+    write_hdf5,
+)
+
+LONG = bytes(range(256)) * (24 << 12)  # 24 MiB: more than the buffers of a connection
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Serves files in memory, by ranges, and fails as it is told."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.files: dict[str, bytes] = {}
+        self.ranges: list[str] = []  # of the requests for one
+        self.most: int | None = None  # bytes after which each answer breaks off
+        self.status = 0  # of each answer
+        self.login = ""  # that it asks for
+        self.tag, self.has_ranges = "ETag", True
+        self.after: Callable[[], None] = lambda: None  # called when a client has taken all bytes
+        self.wait: Callable[[], object] = lambda: None  # called before the bytes
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass  # a client may close the connection early
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        server, span, path = self.server, self.headers["Range"], self.path.partition("?")[0]
+        if server.login and self.headers["Authorization"] != f"Basic {server.login}":
+            return self.send_error(401)
+        if server.status or path not in server.files:
+            return self.send_error(server.status or 404)
+        content, begin = server.files[path], 0
+        if span and server.has_ranges:
+            server.ranges.append(span)
+            begin = int(re.findall(r"\d+", span)[0])
+        self.send_response(206 if begin else 200)
+        if begin:
+            self.send_header("Content-Range", f"bytes {begin}-{len(content) - 1}/{len(content)}")
+        if server.tag:
+            self.send_header(server.tag, f'"{hash(content)}"')
+        self.send_header("Content-Length", str(len(content) - begin))
+        self.end_headers()
+        server.wait()
+        self.wfile.write(content[begin:][: server.most])
+        server.after()
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: Patch) -> Iterator[Server]:
+    """Serve ``data.hdf5``, which lies at ``tmp_path`` too, with an empty cache."""
+    monkeypatch.setenv("GEAR_OFFLINE_CACHE", str(tmp_path / "cache"))
+    with Server() as started:
+        threading.Thread(target=started.serve_forever, args=(0.01,), daemon=True).start()
+        started.files["/data.hdf5"] = write_hdf5(tmp_path / "data.hdf5").read_bytes()
+        yield started
+        started.shutdown()
+
+
+def whole_files(cache: Path) -> list[str]:
+    """Return the names of files that look complete."""
+    files = [path for path in cache.rglob("*") if path.is_file()]
+    return [path.name for path in files if not path.name.startswith(".")]
+
+
+def serve_folder(server: Server, folder: Path) -> str:
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    server.files |= {f"/set/{name}": content for name, content in files.items()}
+    return f"{server.url}/set"
+
+
+def test_a_file_is_fetched_once_and_converted_as_a_local_one(
+    server: Server, tmp_path: Path, capsys: Captured
+) -> None:
+    local = go.convert(tmp_path / "data.hdf5", tmp_path / "local", quiet=True)
+    server.login = base64.b64encode(b"me:pass word").decode()
+    secret = server.url.replace("//", "//me:pass%20word@") + "/data.hdf5?token=SECRET"
+    assert main(["convert", secret, str(tmp_path / "out"), "-q"]) == 0
+    (cached,) = (tmp_path / "cache").glob("*/data.hdf5")
+    fetched = cached.stat()
+    assert main(["convert", secret, str(tmp_path / "again"), "-q"]) == 0
+    assert cached.stat() == fetched and len(whole_files(tmp_path / "cache")) == 1
+    shards = contents(tmp_path / "local")
+    assert contents(tmp_path / "out").keys() == shards.keys()
+    for folder in ("out", "again"):
+        manifest = go.open_dataset(tmp_path / folder).manifest
+        assert manifest.source.uri == f"{server.url}/data.hdf5"
+        assert manifest.source.files == local.source.files and manifest.shards == local.shards
+        assert "SECRET" not in str(contents(tmp_path / folder)["manifest.json"])
+    with one_error("SOURCE_READ", "refuses") as caught:
+        go.open_source(secret.replace("pass", "WRONG"))
+    assert "WRONG" not in str(caught.value) and "SECRET" not in str(caught.value)
+    text = "".join(capsys.readouterr())
+    assert "pass" not in text and "SECRET" not in text
+
+    server.files["/data.hdf5"] = write_hdf5(tmp_path / "data.hdf5", seed=1).read_bytes()
+    with go.open_source(secret) as source, go.open_source(tmp_path / "data.hdf5") as expected:
+        steps = expected.spec.steps
+        np.testing.assert_array_equal(
+            source.read("rewards", 0, steps), expected.read("rewards", 0, steps)
+        )
+
+
+@pytest.mark.parametrize("tag", ["ETag", "Last-Modified"])
+def test_a_break_is_gone_on_from(server: Server, tmp_path: Path, tag: str) -> None:
+    size = len(server.files["/data.hdf5"])
+    server.tag, server.most = tag, size // 3 + 1
+    local = go.convert(tmp_path / "data.hdf5", tmp_path / "local", quiet=True)
+    manifest = go.convert(f"{server.url}/data.hdf5", tmp_path / "out", quiet=True)
+    assert manifest.shards == local.shards and manifest.source.files == local.source.files
+    assert server.ranges == [f"bytes={size // 3 + 1}-", f"bytes={2 * (size // 3 + 1)}-"]
+
+
+@pytest.mark.parametrize("has_ranges", [True, False])
+def test_a_later_process_goes_on(server: Server, tmp_path: Path, has_ranges: bool) -> None:
+    address, size = f"{server.url}/data.hdf5", len(server.files["/data.hdf5"])
+    server.has_ranges, server.most = False, 5000
+    with one_error("SOURCE_READ", f"it sent 5000 of {size} bytes"):
+        go.open_source(address)
+    assert not whole_files(tmp_path / "cache")
+    server.has_ranges, server.most = has_ranges, None
+    manifest = go.convert(address, tmp_path / "out", quiet=True)
+    assert server.ranges == ["bytes=5000-"] * has_ranges
+    assert manifest.shards == go.convert(tmp_path / "data.hdf5", tmp_path / "l", quiet=True).shards
+    assert sorted(p.name for p in (tmp_path / "cache").glob("*/*")) == ["data.hdf5"]
+
+
+@pytest.mark.parametrize("most", [None, 5 << 20])
+def test_a_file_that_changes_midway_is_refused(
+    server: Server, tmp_path: Path, most: int | None
+) -> None:
+    server.files["/long.npz"], server.most = LONG, most
+
+    def change() -> None:
+        server.files["/long.npz"], server.most = LONG[::-1], None
+
+    server.after = change
+    if most is not None:  # the first answers are those of look-ups, which read nothing
+        answers = iter(range(100))
+        server.after = lambda: change() if next(answers) == 2 else None
+    with one_error("SOURCE_CHANGED", "changed on the server"):
+        go.open_source(f"{server.url}/long.npz")
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    server.after = lambda: None
+    place = remote.fetch_file(f"{server.url}/long.npz", "SOURCE_READ")
+    assert place.read_bytes() == LONG[::-1]
+
+
+def test_a_server_without_versions_is_asked_anew(server: Server) -> None:
+    server.tag = ""
+    for content in (b"some", b"same", b"more bytes"):
+        server.files["/x.npz"] = content
+        place = remote.fetch_file(f"{server.url}/x.npz", "SOURCE_READ")
+        assert place.read_bytes() == content
+
+
+FAILURES = {404: "no such file", 410: "no such file", 403: "refuses: HTTP Error 403"}
+FAILURES |= {500: "does not answer as it should: HTTP Error 500", 503: "HTTP Error 503"}
+
+
+@pytest.mark.parametrize("status", FAILURES)
+def test_a_refusal_is_one_error(server: Server, tmp_path: Path, status: int) -> None:
+    server.status = status
+    for call, code in ((go.open_source, "SOURCE_READ"), (go.open_dataset, "DATASET_NOT_FOUND")):
+        with one_error(code, FAILURES[status]) as caught:
+            call(f"{server.url}/x.hdf5?token=SECRET")
+        assert "SECRET" not in str(caught.value) and caught.value.remedy
+        assert isinstance(caught.value, go.UnavailableError) == (status >= 500)
+    assert main(["convert", f"{server.url}/x.hdf5", str(tmp_path / "out"), "-q"]) != 0
+    assert not whole_files(tmp_path / "cache") and not (tmp_path / "out").exists()
+
+
+def test_a_server_that_is_slow_or_gone_is_one_error(
+    server: Server, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(remote, "TIMEOUT_SECONDS", 0.1)
+    released = threading.Event()
+    server.wait = released.wait
+    with one_error("SOURCE_READ", "timed out"):
+        go.open_source(f"{server.url}/data.hdf5")
+    released.set()
+    with one_error("SOURCE_READ", "refused"):
+        go.open_source("http://127.0.0.1:9/data.hdf5")
+    assert not whole_files(tmp_path / "cache")
+
+
+def test_a_dataset_is_opened_from_there(
+    server: Server, tmp_path: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    data = make_dataset(tmp_path, [9, 30, 4], shard_bytes=1000)
+    address = serve_folder(server, data.path)
+    found = go.open_dataset(f"{address}/?token=SECRET")
+    assert found.verified and found.manifest.encode() == data.manifest.encode()
+    np.testing.assert_array_equal(found.column("observations"), data.column("observations"))
+    assert main(["inspect", address, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 43
+    assert main(["convert", address, str(tmp_path / "copy"), "-q"]) == 0
+    copy = go.open_dataset(tmp_path / "copy")
+    assert copy.manifest.source.uri == address
+    np.testing.assert_array_equal(copy.column("rewards"), data.column("rewards"))
+
+    monkeypatch.chdir(tmp_path)
+    for options in ({"path": address}, {"path": "made", "source": f"{address}?token=SECRET"}):
+        recipe = go.load_recipe("paper", {f"data.{key}": text for key, text in options.items()})
+        check_data(recipe)
+        for _ in range(2):  # it is made, and is there
+            assert len(prepare_dataset(recipe, quiet=False).episodes.lengths) == 3
+    assert "SECRET" not in "".join(capsys.readouterr())
+    other = go.load_recipe("paper", {"data.path": "made", "data.source": f"{address}/other"})
+    with one_error("DATA_MISMATCH"):
+        prepare_dataset(other, quiet=True)
+
+    # data that grow there, and another dataset in their place
+    episode = hopper_columns(6)
+    go.Appender(data.path).append([episode | {"terminated": True}])
+    with GrowingDataset(go.open_dataset(data.path), admits=True, quiet=True) as growing:
+        growing.admit(1)
+    serve_folder(server, data.path)
+    assert go.open_dataset(address).episodes.lengths.tolist() == [9, 30, 4, 6]
+    serve_folder(server, tmp_path / "copy")
+    del server.files["/set/admissions.jsonl"]
+    assert go.open_dataset(address).manifest.encode() == copy.manifest.encode()
+    np.testing.assert_array_equal(found.column("rewards"), data.column("rewards")[:43])
+
+
+def test_a_damaged_shard_never_lies_in_the_cache(server: Server, tmp_path: Path) -> None:
+    data = make_dataset(tmp_path, [9, 30, 4], shard_bytes=1000)
+    address, name = serve_folder(server, data.path), "/set/shard-00001.safetensors"
+    whole = server.files[name]
+    for damaged in (whole[:-1] + b"?", whole[:-1], whole + b"?", b"?" + whole[1:]):
+        server.files[name] = damaged
+        with one_error("DATASET_DAMAGED") as caught:
+            go.open_dataset(address, verify=False)
+        assert caught.value.where.startswith(f"{address}/shard-00001")
+        assert "shard-00001.safetensors" not in whole_files(tmp_path / "cache")
+    server.files[name] = whole
+    assert go.open_dataset(address).verified
+    server.files["/set/manifest.json"] = server.files["/set/manifest.json"][:-20]
+    with one_error("DATASET_DAMAGED", re.escape(f"{address}/manifest.json")):
+        go.open_dataset(address)
+
+
+def test_protocols_of_fsspec_are_read(server: Server, tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(remote, "BLOCK_BYTES", 4097)
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/bucket/data.hdf5", server.files["/data.hdf5"])
+    local = go.convert(tmp_path / "data.hdf5", tmp_path / "local", quiet=True)
+    manifest = go.convert("memory://bucket/data.hdf5", tmp_path / "out", quiet=True)
+    assert manifest.shards == local.shards and manifest.source.files == local.source.files
+    assert manifest.source.uri == "memory://bucket/data.hdf5"
+    memory.put(str(tmp_path / "local"), "/bucket/set", recursive=True)
+    found = go.open_dataset("memory://bucket/set")
+    assert found.verified and found.manifest.encode() == local.encode()
+    with one_error("SOURCE_READ", "no such file"):
+        go.open_source("memory://bucket/none.hdf5")
+    with one_error("DATASET_NOT_FOUND", "no such file"):
+        go.open_dataset("memory://bucket")
+
+    def fail(*args: Any, **options: Any) -> bytes:
+        raise RuntimeError("no bytes today")
+
+    monkeypatch.setattr(type(memory), "cat_file", fail)
+    memory.pipe("/bucket/data.hdf5", b"other bytes")
+    with one_error("SOURCE_READ", "no bytes today"):
+        go.open_source("memory://bucket/data.hdf5")
+    assert "data.hdf5" in whole_files(tmp_path / "cache")  # of before
+
+
+MISTAKES = {
+    "htps://host/x.hdf5": (2, "did you mean https:// or http://"),
+    "nosuch://host/x.hdf5": (2, "did you mean"),
+    "file:///data/x.hdf5": (2, "give its path"),
+    "https://": (2, "names no server"),
+    "http://[host/x.hdf5": (2, "no address"),
+}
+
+
+def test_mistakes_are_told_before_torch_is_loaded(tmp_path: Path) -> None:
+    script = "import sys; from gear_offline.cli.main import main\n"
+    for address in MISTAKES:
+        script += f"print(main(['convert', {address!r}, 'out']), 'torch' in sys.modules)\n"
+        script += f"print(main(['train', 'smoke', 'data.path=' + {address!r}, "
+        script += "'data.source=null', 'data.collect=null']), 'torch' in sys.modules)\n"
+    done = run_python("-c", script, check=True, cwd=tmp_path)
+    expected = [f"{code} False" for code, _ in MISTAKES.values() for _ in range(2)]
+    assert done.stdout.splitlines() == expected, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error[")]
+    for line, (_, words) in zip(lines[::2], MISTAKES.values(), strict=True):
+        assert words in line
+    assert len(lines) == len(expected) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/x.hdf5", "abfs://box/x.hdf5"])
+def test_a_missing_package_is_named(address: str, monkeypatch: Patch) -> None:
+    def refuse(protocol: str) -> None:
+        raise ImportError("Install adlfs to access it")
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", refuse)
+    with one_error("PACKAGE_MISSING", "needs a package") as caught:
+        go.open_source(address)
+    extra = "pip install 'gear-offline[remote]'"
+    assert caught.value.remedy == (extra if "s3" in address else "Install adlfs to access it")
