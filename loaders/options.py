@@ -25,7 +25,7 @@ from gear_offline.batches.tables.table import TableOptions
 from gear_offline.config.problems import no_data, option_text
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import LoaderSettings, SelectionSettings
-from gear_offline.core.remote import is_there
+from gear_offline.core.address import is_there
 from gear_offline.core.text import say, to_plain
 from gear_offline.core.types import Int64Array
 from gear_offline.data.dataset.dataset import Dataset, open_dataset

@@ -238,15 +238,21 @@ def test_a_dataset_is_opened_from_there(
     np.testing.assert_array_equal(copy.column("rewards"), data.column("rewards"))
 
     monkeypatch.chdir(tmp_path)
-    for options in ({"path": address}, {"path": "made", "source": f"{address}?token=SECRET"}):
+    for options in ({"path": address}, {"path": "made", "source": address}):
         recipe = go.load_recipe("paper", {f"data.{key}": text for key, text in options.items()})
         check_data(recipe)
         for _ in range(2):  # it is made, and is there
-            assert len(prepare_dataset(recipe, quiet=False).episodes.lengths) == 3
-    assert "SECRET" not in "".join(capsys.readouterr())
+            assert len(prepare_dataset(recipe, quiet=True).episodes.lengths) == 3
     other = go.load_recipe("paper", {"data.path": "made", "data.source": f"{address}/other"})
     with one_error("DATA_MISMATCH"):
         prepare_dataset(other, quiet=True)
+
+    with one_error("RECIPE", "a path of this machine"):
+        go.load_recipe("paper", {"data.path": address, "data.admit_every": 4})
+    for option in ("path", "source"):
+        with one_error("RECIPE", "holds no user or query") as caught:
+            go.load_recipe("paper", {f"data.{option}": f"{address}?token=SECRET"})
+        assert "SECRET" not in str(caught.value)
 
     # data that grow there, and another dataset in their place
     episode = hopper_columns(6)

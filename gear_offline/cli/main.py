@@ -97,7 +97,7 @@ def root(
 )
 def convert(
     source: str = Argument(
-        help="File or folder, d4rl:NAME, minari:ID, robomimic:FILE#KEY, hub:USER/NAME."
+        help="File, folder or address, d4rl:NAME, minari:ID, robomimic:FILE#KEY, hub:USER/NAME."
     ),
     out: Path = Argument(help="Directory of GEAR shards to make."),
     shard_bytes: int = Size("256MiB", "--shard-size", help="Target bytes of a shard."),

@@ -43,8 +43,8 @@ from gear_offline.config.sections import (
     TransformerSettings,
 )
 from gear_offline.config.strict_yaml import dump_yaml
+from gear_offline.core.address import is_remote
 from gear_offline.core.parts import admit, is_part, part_name, readmit
-from gear_offline.core.remote import is_remote
 from gear_offline.core.text import to_plain
 from gear_offline.errors import InputError
 

@@ -27,6 +27,7 @@ from pydantic import (
 )
 
 from gear_offline.config.strict_yaml import byte_count, parse_yaml, whole_number
+from gear_offline.core.address import hide_secrets, is_remote
 from gear_offline.core.parts import part_name
 from gear_offline.core.text import count_text
 from gear_offline.errors import InputError, in_home
@@ -228,9 +229,9 @@ class StoredSettings(Section):
     """A dataset, and what it is made of; each of several tasks has its own."""
 
     path: Place | None = None
-    """Directory of GEAR shards, relative to the current directory, or hub:USER/NAME."""
+    """Directory of GEAR shards, relative to the current directory; hub:USER/NAME; an address."""
     source: Place | None = None
-    """Source to convert into `path` if that does not exist: a file, d4rl:, minari: or hub:NAME."""
+    """Source to convert into `path` if that does not exist: file, address, d4rl:, minari:, hub:."""
     reader: Part | None = None
     """Function that yields the episodes of a source of one's own format, FILE.py:read_log."""
     collect: CollectSettings | None = None
@@ -251,6 +252,9 @@ class StoredSettings(Section):
             raise ValueError("source and collect exclude each other: keep one")
         if self.reader is not None and self.source is None:
             raise ValueError("reader needs source, which it reads")
+        if any(text and hide_secrets(text) != text for text in (self.path, self.source)):
+            problem = "an address in a recipe, which runs and trackers keep, holds no user or query"
+            raise ValueError(f"{problem}: convert it first, or log in as its package asks for")
         return self
 
 
@@ -358,6 +362,8 @@ class DataSettings(StoredSettings):
             raise ValueError("admit_every and admissions exclude each other: keep one")
         if self.admit_every is not None and self.path is None:
             raise ValueError("admit_every needs path: data of several tasks do not grow")
+        if self.admit_every is not None and not self.replay and is_remote(self.path):
+            raise ValueError("admit_every needs a path of this machine, not of a server")
         if self.tasks is None:
             if single and self.path is None:
                 raise ValueError(f"path is null, so there is no place for what {single[0]} gives")

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import base64
-import difflib
 import hashlib
 import os
 import re
@@ -19,8 +18,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from gear_offline.core.address import check_address, hide_secrets
 from gear_offline.core.files import check_new_file, sync_directory, turn_of, write_all, writing
-from gear_offline.core.hub import is_hub
 from gear_offline.core.progress import Progress
 from gear_offline.core.text import first_line
 from gear_offline.errors import GearError, InputError, UnavailableError
@@ -28,8 +27,7 @@ from gear_offline.errors import GearError, InputError, UnavailableError
 TIMEOUT_SECONDS = 30.0  # without a byte of the server
 BLOCK_BYTES = 8 << 20  # of a request for a range through fsspec
 CACHE_VARIABLE = "GEAR_OFFLINE_CACHE"
-IN_EXTRA = ("s3", "s3a", "gs", "gcs")  # protocols that `gear-offline[remote]` reads
-VOLATILE_FACTS = ("time", "atime")  # of a file in fsspec: when it was read
+VERSION_FACTS = "etag|hash|md5|sha|blob_id|generation|creat|modif|mtime|updated"  # of fsspec's info
 
 
 class Version(NamedTuple):
@@ -49,74 +47,11 @@ class RemoteFile(Protocol):
         """Yield the bytes from `offset` on, in order; there is at least one."""
 
 
-def parse_address(path: object) -> str | None:
-    """Return an address, ``PROTOCOL://...``, from a text or a path; None: it is something else."""
-    text = str(path) if isinstance(path, str | Path) else ""
-    if isinstance(path, Path):  # which has made one slash of two
-        text = re.sub(r"^([a-z][a-z0-9+-]*):/", r"\1://", text)
-    if not re.match(r"[a-z][a-z0-9+-]*://", text, re.IGNORECASE):
-        return None
-    try:
-        urlsplit(text)
-    except ValueError as error:  # brackets of IPv6
-        raise InputError("USAGE", f"no address: {error}", remedy="check the address") from error
-    return text
-
-
-def is_remote(path: object) -> bool:
-    return is_hub(path) or parse_address(path) is not None
-
-
-def is_there(path: str | Path) -> bool:
-    """Look for a path; a server is asked later."""
-    return is_remote(path) or Path(path).exists()
-
-
-def hide_secrets(path: str) -> str:
-    """Return an address without user, password and query; other text as it is."""
-    if parse_address(path) is None:
-        return path
-    parts = urlsplit(path)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment=""))
-
-
-def join_address(address: str, name: str) -> str:
-    """Return the address of a file in the folder at `address`."""
-    parts = urlsplit(address)
-    return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{name}"))
-
-
 def cache_folder(*key: object) -> Path:
     """Return the folder of the cache that belongs to a key."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     cache = os.environ.get(CACHE_VARIABLE) or f"{home}/gear_offline"
     return Path(cache).expanduser() / hashlib.sha256(repr(key).encode()).hexdigest()[:32]
-
-
-def check_address(address: str, code: str) -> None:
-    """Refuse an address whose protocol nobody knows, or whose package is missing."""
-    scheme, _, rest = address.partition("://")
-    scheme, where = scheme.lower(), hide_secrets(address)
-    if scheme in ("file", "local"):
-        raise InputError(code, "a file of this machine has no address", where, "give its path")
-    if not rest.strip("/"):
-        raise InputError(code, "the address names no server", where, "check the address")
-    if scheme in ("http", "https"):
-        return
-    import fsspec  # slow to load
-
-    protocols = fsspec.available_protocols()
-    if scheme not in protocols:
-        near = difflib.get_close_matches(scheme, protocols, n=2) or ["https", "s3", "gs", "hf"]
-        remedy = f"did you mean {' or '.join(f'{name}://' for name in near)}"
-        raise InputError(code, f"there is no protocol {scheme}://", where, remedy)
-    try:
-        fsspec.get_filesystem_class(scheme)
-    except ImportError as error:
-        problem, remedy = f"{scheme}:// needs a package", first_line(error)
-        if scheme in IN_EXTRA:
-            remedy = "pip install 'gear-offline[remote]'"
-        raise UnavailableError("PACKAGE_MISSING", problem, where, remedy) from error
 
 
 def fetch_file(address: str, code: str) -> Path:
@@ -271,8 +206,8 @@ class _FsspecFile:
         facts = self._files.info(self._path)
         if facts["type"] != "file":
             raise FileNotFoundError(self._path)
-        tag = sorted((key, str(facts[key])) for key in {*facts} - {*VOLATILE_FACTS})
-        return Version(str(tag), facts["size"])
+        names = (name for name in facts if re.search(VERSION_FACTS, name, re.IGNORECASE))
+        return Version(" ".join(f"{name}={facts[name]}" for name in sorted(names)), facts["size"])
 
     def read(self, version: Version, offset: int) -> Iterator[bytes]:
         for start in range(offset, version.size or 0, BLOCK_BYTES):

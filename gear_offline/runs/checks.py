@@ -12,8 +12,8 @@ from gear_offline.batches.sampling.draws import GOAL_LAWS
 from gear_offline.config.problems import nearest, no_data
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings, ModelSettings, OwnModelSettings
+from gear_offline.core.address import check_address, is_remote, is_there, parse_address
 from gear_offline.core.parts import Kind, check_part, find_part, is_part
-from gear_offline.core.remote import check_address, is_remote, is_there, parse_address
 from gear_offline.data.dataset.manifest import check_dataset
 from gear_offline.data.dataset.scores import dataset_names, find_scores
 from gear_offline.data.sources.reader import READERS

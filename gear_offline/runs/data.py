@@ -20,9 +20,9 @@ from gear_offline.batches.tables.table import TableOptions, build_table
 from gear_offline.config.files import MAKERS
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings, DataSettings, PlaySettings
+from gear_offline.core.address import is_there
 from gear_offline.core.files import check_folder, turn_of
 from gear_offline.core.parts import is_same
-from gear_offline.core.remote import hide_secrets, is_there
 from gear_offline.core.text import count_text, quote, say
 from gear_offline.data.convert.conversion import convert
 from gear_offline.data.convert.edits import options_text
@@ -118,7 +118,7 @@ def _make(data: DataSettings, path: Path, *, quiet: bool) -> None:
     source = data.source
     if data.collect is not None:
         source = str(_collect(data.collect, path.with_name(path.name + ".hdf5"), quiet))
-    say(f"converting {quote(hide_secrets(source or ''))} to {quote(path)}", quiet=quiet)
+    say(f"converting {quote(source or '')} to {quote(path)}", quiet=quiet)
     check_reader(data.reader)  # which `convert` takes for typed
     options: Any = {name: getattr(data, name) for name in ("columns", "histories", "reader")}
     convert(source or "", path, **options, quiet=quiet)

@@ -39,8 +39,8 @@ from gear_offline.config.files import flat
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.strict_yaml import read_yaml
 from gear_offline.core import plots
+from gear_offline.core.address import is_remote, is_there
 from gear_offline.core.files import write_file
-from gear_offline.core.remote import is_remote, is_there
 from gear_offline.core.text import count_text, interval_text, markdown, short, told_apart
 from gear_offline.core.types import Float64Array
 from gear_offline.data.dataset.fetch import fetch_dataset

@@ -11,8 +11,8 @@ from gear_offline.artifacts.checkpoint import SavedState, list_checkpoints, read
 from gear_offline.batches.tables.joint import TableData, data_digest
 from gear_offline.config.files import KINDS, OWN_OPTIONS, flat
 from gear_offline.config.recipe import Recipe
+from gear_offline.core.address import is_there
 from gear_offline.core.parts import bare_name, is_same
-from gear_offline.core.remote import is_there
 from gear_offline.errors import InputError
 
 # what may differ when a run is resumed: none of it changes a step that was done

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.config.arguments import check_arguments
+from gear_offline.core.address import is_remote
 from gear_offline.core.files import FileIdentity, file_identity
 from gear_offline.core.hub import card, put
-from gear_offline.core.remote import is_remote
 from gear_offline.core.system import usable_cores
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
 from gear_offline.data.dataset.fetch import fetch_dataset

@@ -7,16 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from gear_offline.core import hub
+from gear_offline.core.address import check_address, hide_secrets, join_address, parse_address
 from gear_offline.core.files import read_regular, write_file, writing
-from gear_offline.core.remote import (
-    cache_folder,
-    check_address,
-    download,
-    fetch_file,
-    hide_secrets,
-    join_address,
-    parse_address,
-)
+from gear_offline.core.remote import cache_folder, download, fetch_file
 from gear_offline.data.dataset.manifest import (
     ADMISSIONS_NAME,
     MANIFEST_NAME,

@@ -20,8 +20,8 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import Field, PlainSerializer, PlainValidator, model_validator
 
+from gear_offline.core.address import check_address, is_remote, parse_address
 from gear_offline.core.files import open_regular, read_regular
-from gear_offline.core.remote import check_address, is_remote, parse_address
 from gear_offline.core.text import count_text, first_line, quote, texts
 from gear_offline.data.dataset.schema import ColumnSpec, TableSpec
 from gear_offline.data.dataset.scores import ReferenceScores, dataset_file

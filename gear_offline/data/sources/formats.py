@@ -71,7 +71,7 @@ def list_formats() -> str:
     """Return what is accepted, for a remedy."""
     *suffixes, last = (suffix for form in FILE_FORMATS for suffix in form.suffixes)
     files = f"a {', '.join(suffixes)} or {last} file, a folder of them"
-    names = ", ".join(form.names for form in FORMATS if form.names)
+    names = ", ".join(["an address, https://...", *(form.names for form in FORMATS if form.names)])
     return f"accepted are {files}, {names}; others: --reader FILE.py:FUNCTION"
 
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from gear_offline.config.arguments import check_arguments
+from gear_offline.core.address import hide_secrets, is_remote
 from gear_offline.core.hub import fetch, is_hub
-from gear_offline.core.remote import fetch_file, hide_secrets, is_remote
+from gear_offline.core.remote import fetch_file
 from gear_offline.data.dataset.fetch import fetch_dataset
 from gear_offline.data.dataset.scores import dataset_file, dataset_of_file
 from gear_offline.data.sources.base import Source, SourceRequest
