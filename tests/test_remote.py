@@ -131,12 +131,33 @@ def test_a_file_is_fetched_once_and_converted_as_a_local_one(
     text = "".join(capsys.readouterr())
     assert "pass" not in text and "SECRET" not in text
 
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "note").touch()
+    with one_error("OUTPUT_EXISTS"):  # before anything is fetched
+        go.convert(f"{server.url}/none.hdf5", tmp_path / "taken")
+
     server.files["/data.hdf5"] = write_hdf5(tmp_path / "data.hdf5", seed=1).read_bytes()
     with go.open_source(secret) as source, go.open_source(tmp_path / "data.hdf5") as expected:
         steps = expected.spec.steps
         np.testing.assert_array_equal(
             source.read("rewards", 0, steps), expected.read("rewards", 0, steps)
         )
+
+
+def test_workers_read_one_version(server: Server, tmp_path: Path) -> None:
+    """A file that changes once it is fetched does not get into the shards of a worker."""
+    options: dict[str, Any] = {"shard_bytes": 1 << 14, "quiet": True}
+    local = go.convert(tmp_path / "data.hdf5", tmp_path / "local", **options)
+    address, other = f"{server.url}/data.hdf5", write_hdf5(tmp_path / "other.hdf5", seed=1)
+    remote.fetch_file(address, "SOURCE_READ")
+
+    def change() -> None:
+        server.files["/data.hdf5"] = other.read_bytes()
+
+    server.after = change
+    manifest = go.convert(address, tmp_path / "out", workers=2, **options)
+    assert len(local.shards) > 2 and manifest.shards == local.shards
+    assert manifest.source.uri == address
 
 
 @pytest.mark.parametrize("tag", ["ETag", "Last-Modified"])
@@ -232,6 +253,7 @@ def test_a_dataset_is_opened_from_there(
     np.testing.assert_array_equal(found.column("observations"), data.column("observations"))
     assert main(["inspect", address, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 43
+    assert main(["export", address, str(tmp_path / "flat.hdf5"), "-q"]) == 0
     assert main(["convert", address, str(tmp_path / "copy"), "-q"]) == 0
     copy = go.open_dataset(tmp_path / "copy")
     assert copy.manifest.source.uri == address

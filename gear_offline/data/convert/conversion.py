@@ -10,12 +10,14 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 from gear_offline.config.arguments import check_arguments
-from gear_offline.core.files import new_directory, write_file
+from gear_offline.core.address import hide_secrets, parse_address
+from gear_offline.core.files import check_replaceable, new_directory, write_file
 from gear_offline.core.parts import part_name
 from gear_offline.core.progress import Progress
 from gear_offline.core.text import say, texts
@@ -57,6 +59,7 @@ from gear_offline.data.dataset.scores import known_scores
 from gear_offline.data.sources.base import Source
 from gear_offline.data.sources.edit import EpisodeFunction
 from gear_offline.data.sources.reader import YIELDED, EpisodeReader
+from gear_offline.data.sources.uri import fetch_source
 from gear_offline.errors import InputError, check_environment_id, given_path
 
 SHARD_BYTES = 256 << 20
@@ -185,7 +188,7 @@ def convert(
     """
     check_environment_id(environment := part_name(environment), where="environment")
     target = given_path(out, "OUTPUT_WRITE", where="out")
-    path = None if isinstance(source, Source) else source
+    path, address = None if isinstance(source, Source) else source, parse_address(source)
     is_parallel = workers > 1 or ray is not None
     can_reopen = path is not None and isinstance(map, str | None)  # in any process
     can_reopen &= isinstance(reader, str | None)
@@ -208,8 +211,14 @@ def convert(
         discrete=tuple(discrete),
     )
     scores = None if reference is None else known_scores(reference)
+    replaceable = is_only_dataset if overwrite else lambda path: False
+    if address is not None:  # one version of it for all workers
+        check_replaceable(target, replaceable)
+        source = path = fetch_source(address, is_file=reader is not None)
     with ExitStack() as stack:
         opened, edits = _open(source, edits, stack)
+        if address is not None:
+            opened.info = replace(opened.info, uri=hide_secrets(address))
         edits = edits.find_histories(opened)
         if opened.info.format != "gear":  # of which it was said when they were made
             opened.warn(*doubt_episodes(opened, is_shifted=shift is not None))
@@ -223,7 +232,6 @@ def convert(
         edited.warn(*doubt_columns(edited, edits, stored), *doubt_last_rows(shifted, edits))
         edited.info = edits.describe(edited, stored)
         recorded = name_environment(edited.info, environment, environment_options, scores)
-        replaceable = is_only_dataset if overwrite else lambda path: False
         plan = Plan(
             spec=edited.spec,
             content=edited.info.attributes.get(YIELDED),

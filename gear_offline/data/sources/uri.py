@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from gear_offline.config.arguments import check_arguments
-from gear_offline.core.address import hide_secrets, is_remote
+from gear_offline.core.address import hide_secrets, is_remote, parse_address
 from gear_offline.core.hub import fetch, is_hub
 from gear_offline.core.remote import fetch_file
 from gear_offline.data.dataset.fetch import fetch_dataset
@@ -74,9 +74,10 @@ def open_source(
         ``SOURCE_READ`` for a failed download, ``PACKAGE_MISSING``.
     """
     if is_remote(uri):
-        path = _fetch(str(uri), is_file=reader is not None)
+        uri = parse_address(uri) or str(uri)
+        path = fetch_source(uri, is_file=reader is not None)
         source = open_source(path, rule=rule, names=names, partial=partial, reader=reader)
-        source.info = replace(source.info, uri=hide_secrets(str(uri)))
+        source.info = replace(source.info, uri=hide_secrets(uri))
         return source
     names = names or {}
     if not (isinstance(names, Mapping) and all(isinstance(o, str) for o in names.values())):
@@ -108,7 +109,7 @@ def open_source(
     return adapt_columns(source, rule)
 
 
-def _fetch(uri: str, *, is_file: bool) -> Path:
+def fetch_source(uri: str, *, is_file: bool) -> Path:
     """Return the place on this machine of a source on a server."""
     if is_hub(uri):
         return fetch(uri, "dataset", "SOURCE_READ")
