@@ -84,8 +84,9 @@ def download(
     What was fetched before a break waits beside it under a hidden name.  The file must have `size`
     bytes (``DATASET_DAMAGED``), and the same version at the end as at the beginning.
     """
-    file, where = _open(address), hide_secrets(address)
+    where = hide_secrets(address)
     with _server_errors(address, code):
+        file = _open(address)
         version = file.look_up()
     if size not in (None, version.size):
         problem = f"the file has {version.size} bytes, the manifest says {size}"
@@ -109,7 +110,7 @@ def download(
         except UnavailableError:  # it can go on from there
             raise
         except GearError:
-            partial.unlink()
+            partial.unlink(missing_ok=True)
             raise
         with writing(target):
             partial.replace(target)
