@@ -8,6 +8,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,7 @@ class Server(http.server.ThreadingHTTPServer):
         self.status = 0  # of each answer
         self.login = ""  # that it asks for
         self.tag, self.has_ranges = "ETag", True
-        self.after: Callable[[], None] = lambda: None  # called when a client has taken all bytes
-        self.wait: Callable[[], object] = lambda: None  # called before the bytes
+        self.wait: Callable[[], object] = lambda: None  # called before each answer with a content
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         pass  # a client may close the connection early
@@ -68,7 +68,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.send_error(401)
         if server.status or path not in server.files:
             return self.send_error(server.status or 404)
-        content, begin = server.files[path], 0
+        content, most, begin = server.files[path], server.most, 0
+        server.wait()
         if span and server.has_ranges:
             server.ranges.append(span)
             begin = int(re.findall(r"\d+", span)[0])
@@ -79,9 +80,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_header(server.tag, f'"{hash(content)}"')
         self.send_header("Content-Length", str(len(content) - begin))
         self.end_headers()
-        server.wait()
-        self.wfile.write(content[begin:][: server.most])
-        server.after()
+        self.wfile.write(content[begin:][:most])
 
 
 @pytest.fixture
@@ -154,7 +153,7 @@ def test_workers_read_one_version(server: Server, tmp_path: Path) -> None:
     def change() -> None:
         server.files["/data.hdf5"] = other.read_bytes()
 
-    server.after = change
+    server.wait = change
     manifest = go.convert(address, tmp_path / "out", workers=2, **options)
     assert len(local.shards) > 2 and manifest.shards == local.shards
     assert manifest.source.uri == address
@@ -189,18 +188,16 @@ def test_a_file_that_changes_midway_is_refused(
     server: Server, tmp_path: Path, most: int | None
 ) -> None:
     server.files["/long.npz"], server.most = LONG, most
+    answers = count()
 
     def change() -> None:
-        server.files["/long.npz"], server.most = LONG[::-1], None
+        if next(answers) == 2:  # the two before are looks, which read nothing
+            server.files["/long.npz"], server.most = LONG[::-1], None
 
-    server.after = change
-    if most is not None:  # the first answers are those of look-ups, which read nothing
-        answers = iter(range(100))
-        server.after = lambda: change() if next(answers) == 2 else None
+    server.wait = change
     with one_error("SOURCE_CHANGED", "changed on the server"):
         go.open_source(f"{server.url}/long.npz")
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-    server.after = lambda: None
     place = remote.fetch_file(f"{server.url}/long.npz", "SOURCE_READ")
     assert place.read_bytes() == LONG[::-1]
 
