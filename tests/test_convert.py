@@ -241,7 +241,12 @@ def test_how_a_file_of_another_kind_comes_in_is_shown_and_works(
     with one_error("SOURCE_READ", f"{suffix} files are not read") as caught:
         open_source(path)
     shown = caught.value.remedy.split("in Python: ")[1]
-    shown = shown.removeprefix("if you trust it, ").partition("; docs/")[0].partition("; of a")[0]
+    shown = (
+        shown.removeprefix("if you trust it, ")
+        .partition("; docs/")[0]
+        .partition("; of a")[0]
+        .partition("; a reader")[0]
+    )
     modules = "import pickle, pandas, scipy.io, gear_offline as go"
     run_python("-c", f"{modules}; {shown}").check_returncode()
     with open_source("mine.parquet" if Path("mine.parquet").is_file() else "OUT") as source:
