@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import gear_offline as go
 from gear_offline.analysis.planning.workload import make_workload
 from gear_offline.analysis.strategies import compare_strategies
 from gear_offline.artifacts.checkpoint import chosen_checkpoint
@@ -115,6 +116,23 @@ def test_a_run_says_what_each_task_achieved(run: Path) -> None:
     for text in ("| tiny |", "## wide", "asked_vs_achieved-tiny.png", "Scores over the training"):
         assert text in report, text
     assert (run / "plots" / "asked_vs_achieved-wide.png").is_file()
+
+
+def _scale(episode: Any) -> Any:
+    return {**episode, "rewards": episode["rewards"] * 0.1}
+
+
+def test_a_task_whose_rewards_were_edited_has_no_score(tmp_path: Path) -> None:
+    """What is played earns the environment's own rewards: their scale is another."""
+    recipe = tiny_tasks(tmp_path, "evaluate.background=off")
+    wide = (recipe.data.tasks or {})["wide"].path
+    go.convert(str(wide), tmp_path / "scaled", map=_scale, quiet=True)
+    recipe = recipe.replace({"data.tasks.wide.path": str(tmp_path / "scaled")})
+    last = read_records(train_run(recipe, out=tmp_path / "run", quiet=True) / "evaluations.jsonl")[
+        -1
+    ]
+    assert last["tasks"]["wide"]["normalized_score"] is None is last["normalized_score"]
+    assert last["tasks"]["tiny"]["normalized_score"] is not None
 
 
 def test_the_recipe_of_a_run_says_everything(run: Path) -> None:

@@ -183,8 +183,8 @@ class TaskResult(_Record):
             "ci95": interval,
             "normalized_score": self.normalized(mean),
             "normalized_ci95": tuple(map(self.normalized, interval)),
-            "min": float(every.min()),
-            "max": float(every.max()),
+            "min": float(returns.min()),
+            "max": float(returns.max()),
             "length_mean": float(np.mean(target.lengths)),
         }
         if self.episodes_of_memory > 1:

@@ -204,6 +204,8 @@ def _judge(
     returns = transitions.returns[firsts].astype(np.float64)
     unseen, notes = _unseen_episodes(trained, dataset, sample)
     notes += _note_movement(before, estimates, float(np.ptp(returns)), steps)
+    for path in [path for path, each in trained.items() if each.recipe.evaluate.sample]:
+        notes.append(f"{path} plays actions that it draws; its most probable ones are judged")
     outside = shares_outside(transitions, actions[1:], seed)
     errors = action_errors(transitions, actions[1:], record, unseen, discrete=discrete)
     rows = list[JudgedPolicy]()

@@ -121,6 +121,7 @@ def _resolve_tasks(
         singles.append(single)
         sizes.append(size)
         returns = task.dataset.manifest.returns
+        is_played = not task.dataset.reward_edits and task.dataset.reward_edits is not None
         tasks.append(
             ModelTask.of(
                 task.dataset,
@@ -129,8 +130,8 @@ def _resolve_tasks(
                 state_dim=size.state_dim,
                 action_dim=size.action_dim,
                 returns_scale=task.returns_scale,
-                return_worst=returns.min,
-                return_best=returns.max,
+                return_worst=returns.min if is_played else 0.0,  # edited rewards have no score:
+                return_best=returns.max if is_played else 0.0,  # what is played earns others
             )
         )
     joint = ModelSizes(
