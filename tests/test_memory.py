@@ -215,6 +215,8 @@ def test_memories_are_evaluated_as_a_loop_plays_them(
         assert result.episodes == several and np.isclose(
             result.std or 0, expected.mean(1).std(ddof=1)
         )
+        ends = expected.mean(1).min(), expected.mean(1).max()
+        assert (result.min, result.max) == pytest.approx(ends)
         means = [each.mean_return for each in result.by_episode]
         np.testing.assert_allclose(means, expected.mean(0), atol=1e-4)
     assert [n for result in report.targets for n in result.lengths] == lengths
