@@ -91,7 +91,7 @@ def open_source(
     path = given_path(uri, "SOURCE_READ", where="uri")
     if reader is not None:
         if not path.exists():
-            raise InputError("SOURCE_READ", "no such file", str(path), "check the path")
+            raise _no_file(str(path))
         request = SourceRequest(path.name, rule, names, partial=partial)
         return adapt_columns(with_columns(open_by_reader(reader, path, request), names))
     scheme, name, key = _split(uri) if isinstance(uri, str) else ("", "", None)
@@ -160,4 +160,9 @@ def _check_exists(text: str, path: Path) -> None:
         problem = f"{text if len(text) <= 100 else text[:100] + '...'!r} is not a source"
         raise InputError("SOURCE_READ", problem, remedy=list_formats())
     download = f", or give d4rl:{d4rl}, which downloads it from D4RL's server" if d4rl else ""
-    raise InputError("SOURCE_READ", "no such file", text, f"check the path{download}")
+    raise _no_file(text, download)
+
+
+def _no_file(text: str, otherwise: str = "") -> InputError:
+    where = "" if Path(text).is_absolute() else f" (relative to {Path.cwd()})"
+    return InputError("SOURCE_READ", f"no such file{where}", text, f"check the path{otherwise}")
