@@ -218,7 +218,7 @@ def test_a_reader_that_only_a_run_names_is_not_run(
     assert go.train("run", taken, resume=True, quiet=True).steps == 2
 
 
-def _padded(mask: bool, extra: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _padded(told_by: str, extra: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return padded arrays and, cut from them by hand, the episodes."""
     lengths, steps, rng = [4, 1, 3], 5, np.random.default_rng(0)
     arrays: dict[str, Any] = {
@@ -226,24 +226,31 @@ def _padded(mask: bool, extra: int) -> tuple[dict[str, Any], list[dict[str, Any]
         "actions": rng.integers(0, 4, (3, steps)),
         "rewards": rng.normal(size=(3, steps)),
         "terminated": np.array([True, False, True]),
+        "masks": rng.integers(0, 2, (3, steps)),  # of JAX code: not of padding
         "level": np.array([7, 8, 9]),
     }
+    names = ("observations", "actions", "rewards", "masks")
     episodes = []
     for number, length in enumerate(lengths):
-        episode = {n: arrays[n][number][:length] for n in ("observations", "actions", "rewards")}
+        episode = {name: arrays[name][number][:length] for name in names}
         episodes.append(episode | {"level": [7 + number] * length})
-    real = [[step < length for step in range(steps)] for length in lengths]
-    return arrays | ({"mask": np.array(real)} if mask else {"lengths": lengths}), episodes
+    real = np.array([[step < length for step in range(steps)] for length in lengths])
+    padding = {"mask": real, "lengths": lengths}
+    return arrays | {n: v for n, v in padding.items() if told_by in (n, "both")}, episodes
 
 
-@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("told_by", ["mask", "lengths", "both"])
 @pytest.mark.parametrize("extra", [0, 1])
-def test_padded_arrays_are_read_up_to_their_lengths(tmp_path: Path, mask: bool, extra: int) -> None:
-    arrays, episodes = _padded(mask, extra)
+def test_padded_arrays_are_read_up_to_their_lengths(
+    tmp_path: Path, told_by: str, extra: int
+) -> None:
+    arrays, episodes = _padded(told_by, extra)
     np.savez_compressed(tmp_path / "p.npz", **arrays)
     with go.open_source(tmp_path / "p.npz", reader="padded") as source:
         assert source.episodes.lengths.tolist() == [4, 1, 3]
         assert source.terminated.tolist() == [True, False, True]
+        stored = {column.name for column in source.spec} - {"next_observations"}
+        assert stored == {*episodes[0]}
         for name in episodes[0]:
             rows = np.concatenate([episode[name] for episode in episodes])
             np.testing.assert_array_equal(source.read(name, 0, 8), rows)
@@ -259,8 +266,15 @@ def test_padded_arrays_are_read_up_to_their_lengths(tmp_path: Path, mask: bool, 
         ({"lengths": [4, 1, 6]}, "episode 2 is of 6 of 5 steps"),
         ({"lengths": [4, 1.5, 3]}, "episode 1 is of 1.5"),
         ({"lengths": [4, np.nan, 3]}, "episode 1 is of nan"),
-        ({"lengths": None}, r"no mask \(E, T\) or lengths"),
+        ({"lengths": None, "masks": None}, r"no mask \(E, T\) or lengths"),
         ({"mask": np.ones((3, 5)) * [0, 0, 1, 1, 1]}, "episode 0 has a mask"),
+        (
+            {"mask": np.arange(5) < np.array([[4], [2], [2]])},
+            "episode 1 has 2 .* mask, 1 by lengths",
+        ),
+        ({"mask": np.full((3, 5), 255)}, "mask is no mask: it holds 255"),
+        ({"lengths": None, "masks": np.ones((3, 5))}, "masks may be .*call it mask .*lengths"),
+        ({"actions": None}, "no actions among"),
         ({"level": np.zeros((3, 4))}, "level has shape"),
         ({"level": np.zeros(4)}, "level has shape"),
         ({"level": np.array(["a", "b", "c"])}, "neither numeric nor bool"),
@@ -270,14 +284,14 @@ def test_padded_arrays_are_read_up_to_their_lengths(tmp_path: Path, mask: bool, 
 def test_padded_arrays_that_do_not_fit_are_refused(
     tmp_path: Path, changes: dict[str, Any], problem: str
 ) -> None:
-    arrays = {n: v for n, v in (_padded(False, 0)[0] | changes).items() if v is not None}
+    arrays = {n: v for n, v in (_padded("lengths", 0)[0] | changes).items() if v is not None}
     np.savez(tmp_path / "p.npz", **arrays)
     with one_error("SOURCE_LAYOUT", problem):
         go.open_source(tmp_path / "p.npz", reader="padded")
 
 
 def test_padded_arrays_are_not_taken_for_steps(tmp_path: Path) -> None:
-    arrays, _ = _padded(True, 0)
+    arrays, _ = _padded("mask", 0)
     del arrays["rewards"]  # whose rows would be refused as they are
     np.savez(tmp_path / "p.npz", **arrays)
     with one_error("SOURCE_LAYOUT", "mask tells of .*; reader='?padded"):

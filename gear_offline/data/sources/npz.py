@@ -136,18 +136,18 @@ def open_members(path: Path) -> tuple[InputFile, dict[str, Member]]:
     return file, members
 
 
-def find_padding(members: Mapping[str, Any]) -> str | None:
-    """Return the mask or the lengths of arrays (E, T, ...), by names and shapes alone."""
+def find_padding(members: Mapping[str, Any]) -> list[str]:
+    """Return the masks and lengths of arrays (E, T, ...), by names and shapes alone."""
     stepwise = [members[n].shape for n in ("rewards", "actions") if n in members]
     if not stepwise or min(map(len, stepwise)) < 2 or len({shape[:2] for shape in stepwise}) > 1:
-        return None
+        return []
     episodes, steps = stepwise[0][:2]
     seen = members["observations"].shape if "observations" in members else (episodes, steps)
     if steps < 2 or seen[:2] not in ((episodes, steps), (episodes, steps + 1)):
-        return None
+        return []
     shapes = dict.fromkeys(MASKS, (episodes, steps)) | dict.fromkeys(LENGTHS, (episodes,))
-    fits = (n for n, shape in shapes.items() if n in members and members[n].shape == shape)
-    return next((n for n in fits if members[n].dtype.kind in "biuf"), None)
+    fits = [n for n, shape in shapes.items() if n in members and members[n].shape == shape]
+    return [n for n in fits if members[n].dtype.kind in "biuf"]
 
 
 def open_npz(path: Path, request: SourceRequest) -> Source:
@@ -155,7 +155,7 @@ def open_npz(path: Path, request: SourceRequest) -> Source:
     path = path.absolute()
     file, members = open_members(path)
     if not request.rule and (padding := find_padding(members)):
-        problem = f"{padding} tells of arrays (episodes, steps, ...)"
+        problem = f"{padding[0]} tells of arrays (episodes, steps, ...)"
         raise misfit(problem, path, "--reader padded reads them; a --rule takes rows for steps")
     if "valids" in members:
         problem = "a compact dataset of OGBench: two rows are flagged at each end"

@@ -7,7 +7,7 @@ Shape legend: E episodes, T steps of the arrays, L steps of an episode.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,30 @@ from gear_offline.data.sources.npz import LENGTHS, MASKS, Member, find_padding, 
 def read_padded(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the episodes of a file of arrays (E, T, ...), T + 1 for observations, or (E,)."""
     _, members = open_members(path)
-    padding = find_padding(members)
-    if padding is None:
-        problem = f"no mask (E, T) or lengths (E,) of arrays (E, T, ...): {some_names(members)}"
+    if "actions" not in members:
+        remedy = "save them as actions, (E, T, ...)"
+        raise misfit(f"no actions among {some_names(members)}", path, remedy)
+    names = find_padding(members)
+    if names == ["masks"]:
+        problem = "masks may be 1 at real steps, or 0 at terminations as in JAX code"
+        remedy = f"call it {MASKS[0]} if it tells the real steps, else give {LENGTHS[0]} (E,) too"
+        raise misfit(problem, path, remedy)
+    names = [name for name in names if name != "masks"]
+    if not names:
+        shapes = some_names(f"{name} {array.shape}" for name, array in members.items())
+        problem = f"no mask (E, T) or lengths (E,) of arrays (E, T, ...): {shapes}"
         remedy = f"call one of them {MASKS[0]}, as rewards (E, T), or {LENGTHS[0]}"
         raise misfit(problem, path, remedy)
-    lengths, steps = _read_lengths(members[padding], members, path)
-    columns = {name: array for name, array in members.items() if name != padding and array.shape}
+    steps = members["actions"].shape[1]
+    lengths = _read_lengths(names[0], members[names[0]], steps, path)
+    for name in names[1:]:
+        others = _read_lengths(name, members[name], steps, path)
+        if (differs := lengths != others).any():
+            episode = int(differs.argmax())
+            problem = f"episode {episode} has {lengths[episode]} real steps by {names[0]}"
+            problem += f", {others[episode]} by {name}"
+            raise misfit(problem, path, "leave out the one that is wrong")
+    columns = {name: array for name, array in members.items() if name not in names and array.shape}
     for name, array in columns.items():
         is_stepwise = array.shape[1:] == () or array.shape[1] in (steps, steps + 1)
         if array.shape[0] != lengths.size or not is_stepwise:
@@ -45,24 +62,23 @@ def read_padded(path: Path) -> Iterator[dict[str, Any]]:
         yield rows
 
 
-def _read_lengths(
-    padding: Member, members: Mapping[str, Member], path: Path
-) -> tuple[Int64Array, int]:
-    """Return (E,) real steps of the episodes, and T."""
+def _read_lengths(name: str, padding: Member, steps: int, path: Path) -> Int64Array:
+    """Return the real steps of episodes (E,) by a mask (E, T) or lengths (E,)."""
     values = padding.read(0, padding.shape[0])
     if values.ndim == 1:
-        steps = next(members[n].shape[1] for n in ("rewards", "actions") if n in members)
         with np.errstate(invalid="ignore"):
             lengths = values.astype(np.int64)
         bad = (lengths != values) | (lengths < 1) | (lengths > steps)
-        problem = f"is of {{}} of {steps} steps"
+        problem = f"is of {{}} of {steps} steps by {name}"
+    elif (odd := values[(values != 0) & (values != 1)]).size:
+        problem = f"{name} is no mask: it holds {odd[0]:g}"
+        raise misfit(problem, path, "save 1 at steps that are real, 0 behind them")
     else:
-        steps, lengths = values.shape[1], values.astype(bool).sum(1)
-        is_real = np.arange(steps) < lengths[:, None]
-        bad = (values != is_real).any(1) | (lengths < 1)
-        problem = "has a mask that is not 1 at its first steps and 0 from then on"
+        lengths = values.astype(bool).sum(1)
+        bad = (values != (np.arange(steps) < lengths[:, None])).any(1) | (lengths < 1)
+        problem = f"has a {name} that is not 1 at its first steps and 0 from then on"
     if bad.any():
         episode = int(bad.argmax())
         problem = f"episode {episode} {problem.format(values[episode])}"
         raise misfit(problem, path, "give the steps that are real, from the first one on")
-    return lengths, steps
+    return lengths
