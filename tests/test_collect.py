@@ -217,6 +217,14 @@ def test_impossible_options_are_one_error(tmp_path: Path, options: dict[str, Any
     assert list(tmp_path.iterdir()) == []
 
 
+def test_noise_of_discrete_actions_is_a_probability(tmp_path: Path) -> None:
+    for policy in ({"policy": "q_learning", "histories": 1}, {"policy": "random"}):
+        with one_error("USAGE", "got 1.5.* probability .*give 0 to 1"):
+            collect("CartPole-v1", tmp_path / "a.hdf5", action_noise=1.5, **policy, **QUIET)
+    assert list(tmp_path.iterdir()) == []
+    collect("CartPole-v1", tmp_path / "a.hdf5", action_noise=1.0, steps=5, **QUIET)
+
+
 @needs_mujoco
 def test_nothing_is_printed_when_quiet(tmp_path: Path, capfd: Captured) -> None:
     collect("HalfCheetah-v5", tmp_path / "a.hdf5", steps=5, exact_steps=True, **QUIET)

@@ -189,7 +189,9 @@ def collect(
     exact_steps: bool = Option(
         False, "--exact", help="Cut the last episode at --steps, as D4RL does."
     ),
-    action_noise: float = Option(0.0, min=0, help="Gaussian noise, in half ranges of the action."),
+    action_noise: float = Option(
+        0.0, min=0, help="Gaussian, in half ranges; of discrete actions, share of random ones."
+    ),
     seed: int = Option(0, min=0, help="Random seed."),
     train_steps: int | None = Count(None, help="Environment steps of training the policy."),
     gate: float | None = Option(None, help="Mean return the policy must reach, else no file."),
@@ -370,7 +372,7 @@ def act(
     episodes: int | None = Count(None, help="How many in all; default until the run has ended."),
     target: float | None = Option(None, help="Return to ask for; default the run's highest."),
     action_noise: float | None = Option(
-        None, min=0, help="In half ranges of the action; default 0.1, 0 if stochastic."
+        None, min=0, help="As collect's; default 0.1, 0 if stochastic."
     ),
     seed: int | None = Option(None, min=0, help="Of resets and noise; default another each time."),
     model: Model = None,

@@ -148,7 +148,7 @@ class CollectSettings(Section):
     steps: Positive = 10_000
     """Steps to record; the last episode is recorded to its end."""
     action_noise: NotNegative = 0.0
-    """Gaussian noise on the policy's actions, in half ranges of the action."""
+    """Gaussian noise on the policy's actions, in half ranges; of discrete ones, share of random."""
     train_steps: Positive | None = None
     """Steps of making the policy; an iteration of ARS is finished; null: the maker's own limit."""
     gate: float | None = None

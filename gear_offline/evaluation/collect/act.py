@@ -27,7 +27,7 @@ from gear_offline.core.workers import Caller, WorkerPool
 from gear_offline.data.convert.append import Appender
 from gear_offline.data.dataset.dataset import open_dataset
 from gear_offline.errors import InputError, given_path
-from gear_offline.evaluation.collect.record import Player, episode_plan, is_recorded
+from gear_offline.evaluation.collect.record import Player, check_noise, episode_plan, is_recorded
 from gear_offline.evaluation.environments import Pack, pack_environment, probe
 from gear_offline.evaluation.tasks import choose_tasks, read_options, say_choice
 from gear_offline.models.policy import Policy
@@ -122,7 +122,7 @@ def act(
         remedy = f"train on data without: convert {recipe.data.path} OTHER --columns {kept}"
         raise InputError("COLUMN", problem, recipe.data.path, remedy)
     (task,) = choose_tasks(recipe, options)
-    probe(task.environment, task.environment_options)
+    check_noise(probe(task.environment, task.environment_options), action_noise or 0.0)
     if (pack := pack_environment(task.environment, task.environment_options)) is None:
         problem, remedy = (
             "only this process knows the environment",

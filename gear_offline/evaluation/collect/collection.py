@@ -42,6 +42,7 @@ from gear_offline.evaluation.collect.record import (
     Crew,
     EpisodePolicy,
     Plan,
+    check_noise,
     episode_plan,
     reset_seed,
 )
@@ -207,6 +208,7 @@ def collect(
     with new_hdf5(out, overwrite=overwrite) as writer:
         how, several = typed_options(environment_options), min(usable_cores(), MAX_PROCESSES)
         with Crew(environment_id, how, processes=processes or several) as crew:
+            check_noise(crew.facts, action_noise)
             say_version(environment_id, quiet=quiet)
             source: ars.Training | EpisodePolicy
             plans: Iterator[Plan]

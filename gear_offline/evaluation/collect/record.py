@@ -210,6 +210,13 @@ class Player(Closing):
         self._environment.close()
 
 
+def check_noise(facts: EnvironmentFacts, noise: float) -> None:
+    """Refuse a share of random choices above 1; ``USAGE``."""
+    if facts.discrete and noise > 1.0:
+        problem = f"got {noise:g}: with discrete actions it is the probability of a random one"
+        raise InputError("USAGE", problem, "action_noise", "give 0 to 1")
+
+
 def noisy(
     facts: EnvironmentFacts, action: Array, noise: float, generator: np.random.Generator
 ) -> Array:
