@@ -109,4 +109,4 @@ class LearnerPlan:
         if len(learner.values) > learner.steps / 2 and self.number == 0:
             share = f"{len(learner.values):,} of {learner.steps:,} steps"
             problem = f"{share} met a new observation, where a table knows nothing"
-            say(f"warning: {problem}: use policy ars")
+            say(f"warning: {problem}: record more steps, or use policy ars")
