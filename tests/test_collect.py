@@ -177,11 +177,19 @@ def test_histories_are_what_each_learner_did_in_order(tmp_path: Path) -> None:
         assert returns[-third:].mean() > returns[:third].mean()
 
 
-@pytest.mark.parametrize("policy", ["random", "ars"])
-def test_a_missed_gate_leaves_no_file(tmp_path: Path, policy: str) -> None:
-    options: dict[str, Any] = {"train_steps": 500} if policy == "ars" else {}
-    with one_error("USAGE", r"below the gate of 9\.9"):
-        collect(PUSH, tmp_path / "a.hdf5", policy=policy, steps=200, gate=9.9, **options, **QUIET)
+@pytest.mark.parametrize(
+    ("environment", "options", "remedy"),
+    [
+        (PUSH, {"policy": "random"}, "take another policy"),
+        (PUSH, {"policy": "ars", "train_steps": 500}, "more train_steps"),
+        ("CartPole-v1", {"policy": "q_learning", "histories": 1}, "more steps"),
+    ],
+)
+def test_a_missed_gate_leaves_no_file(
+    tmp_path: Path, environment: str, options: dict[str, Any], remedy: str
+) -> None:
+    with one_error("USAGE", rf"below the gate of 999;.* {remedy}"):
+        collect(environment, tmp_path / "a.hdf5", steps=200, gate=999, **options, **QUIET)
     assert list(tmp_path.iterdir()) == []
 
 

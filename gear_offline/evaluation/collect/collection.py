@@ -165,7 +165,8 @@ def collect(
         Learners that are recorded, each with random streams of its own, with its number as the
         column ``learner``: its history.  With ``"ars"``, and no quality: each is trained for
         `train_steps`, and its rollouts are evenly spaced from the first to its best policy.
-        With ``"q_learning"``: all it did, from its first step on, in `steps` / `histories` steps.
+        With ``"q_learning"``: all it did, from its first step on, in whole episodes of at least
+        `steps` / `histories` steps.
     overwrite
         Replace `out`.
     quiet
@@ -232,7 +233,7 @@ def collect(
                 )
                 source = max(learners, key=lambda learner: learner.best.mean_return)
                 used, best = sum(each.steps for each in learners), source.best.policy
-                _check_gate(gate, source.best.mean_return, environment_id)
+                _check_gate(gate, source.best.mean_return, environment_id, policy)
             elif policy == "q_learning":
                 plans = iter(plan_histories(crew.facts, histories or 0, seed, share, action_noise))
             elif policy == "play":
@@ -257,7 +258,8 @@ def collect(
             makers=tuple(maker.report() for maker in makers if maker.recorded),
             train_steps=used,
         )
-        _check_gate(gate, max(maker.mean_return for maker in report.makers), environment_id)
+        reached = max(maker.mean_return for maker in report.makers)
+        _check_gate(gate, reached, environment_id, policy)
         options_used = {"env_options": json.dumps(how)} if how else {}
         if histories is not None:
             options_used[HISTORIES] = LEARNER
@@ -276,11 +278,14 @@ def collect(
     return report
 
 
-def _check_gate(gate: float | None, reached: float, environment: str) -> None:
+def _check_gate(gate: float | None, reached: float, environment: str, policy: str) -> None:
     if gate is not None and not reached >= gate:
         problem = f"best maker's mean return is {reached:.1f}, below the gate of {gate:g}"
-        remedy = "give it more train_steps or another seed, or lower the gate"
-        raise GearError("USAGE", f"{problem}; no file was written", environment, remedy)
+        remedies = dict.fromkeys(("random", "play"), "take another policy")
+        remedies["q_learning"] = "give it more steps or another seed"
+        remedy = remedies.get(policy, "give it more train_steps or another seed")
+        problem += "; no file was written"
+        raise GearError("USAGE", problem, environment, f"{remedy}, or lower the gate")
 
 
 class _RecordedEpisode(NamedTuple):
