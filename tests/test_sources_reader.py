@@ -108,6 +108,7 @@ def _ragged(path: Path) -> Iterator[dict[str, Any]]:
         (lambda path: None, {}, "raised TypeError"),
         ("mylog.py:read_nothing", {}, "has no 'read_nothing'"),
         ("mylog.py:read_log", {"rule": "terminals"}, "rule and ends are not for a reader"),
+        ("mylog.py:read_log", {"rename": {"terminals": "done"}}, "before columns are renamed"),
     ],
 )
 def test_a_reader_that_fails_leaves_nothing(

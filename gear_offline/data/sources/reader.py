@@ -26,6 +26,7 @@ from gear_offline.data.sources.arrays import SAME, Columns, read_episodes
 from gear_offline.data.sources.base import Piece, Source, SourceInfo, SourceRequest
 from gear_offline.data.sources.columns import Kinds, common_columns, row_kinds
 from gear_offline.data.sources.edit import find_function
+from gear_offline.data.sources.flags import FLAGS
 from gear_offline.data.sources.input_files import InputFile, misfit
 from gear_offline.errors import GearError, InputError
 
@@ -48,6 +49,9 @@ def open_by_reader(reader: str | EpisodeReader, path: Path, request: SourceReque
     if request.rule:
         problem, remedy = "--rule and --ends are not for a reader", "yield whole episodes"
         raise InputError("USAGE", problem, remedy=f"{remedy} and a flag")
+    if flags := [flag for flag, old in request.names.items() if flag in FLAGS and flag != old]:
+        problem = f"a reader's ends are read before columns are renamed: {flags[0]}"
+        raise InputError("USAGE", problem, remedy="let the reader yield it under that name")
     function, origin = find_function(reader, READERS)
     inside = sorted(path.rglob("*")) if path.is_dir() else [path]
     for link in (p for p in inside if p.is_symlink() and not p.is_file()):
