@@ -223,11 +223,11 @@ def test_an_evaluation_that_failed_is_played_once_again_by_each_call(
     """What is last and best is that of a run whose evaluations never failed."""
     ask, calls = Policy.ask, list[int]()
 
-    def refuse_first(self: Policy, *inputs: Any) -> Any:
+    def refuse_first(self: Policy, *inputs: Any, **options: Any) -> Any:
         calls.append(1)
         if len(calls) == 1:
             raise NAN
-        return ask(self, *inputs)
+        return ask(self, *inputs, **options)
 
     recipe = tiny_recipe(data, "evaluate.background=off", "train.keep_checkpoints=9")
     monkeypatch.setattr(Policy, "ask", refuse_first)

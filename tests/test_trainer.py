@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import gear_offline as go
 from gear_offline.artifacts.checkpoint import chosen_checkpoint, list_checkpoints, read_checkpoint
 from gear_offline.artifacts.json_lines import read_records
 from gear_offline.artifacts.trained import load_policy, trained_model
@@ -214,6 +215,11 @@ def test_each_shipped_recipe_takes_a_step(name: str, data: Path, tmp_path: Path)
     recipe = load_recipe(name)
     if recipe.loader.frame_stack > 1:
         data = make_dataset(tmp_path, [9, 6], columns=image_columns(15, (84, 84))).path
+    if recipe.loader.span == "history":
+        rows = go.open_dataset(data)[0]
+        episodes = [{**rows, "learner": np.full(len(rows["rewards"]), n // 2)} for n in range(4)]
+        data = tmp_path / "histories"
+        go.convert(go.from_episodes(episodes), data, histories="learner", quiet=True)
     recipe = Recipe.parse({**recipe.to_dict(), "data": {"path": str(data)}})
     small = ["train.steps=1", "train.device=cpu", "train.threads=1", "train.trackers=[]"]
     small += ["evaluate.environment=", "evaluate.reference=", "evaluate.episodes=0"]
