@@ -284,6 +284,9 @@ def test_download_and_its_failure(tmp_path: Path, monkeypatch: Patch) -> None:
 GYM = """
 entries = {}
 def make(name):
+    module, colon, name = name.rpartition(":")
+    if colon:
+        __import__(module)  # as gym does
     return entries[name]()
 """
 PACKAGE = """
@@ -327,6 +330,10 @@ def test_the_package_of_d4rl_gives_what_its_file_has(
     assert {manifest.source.format for manifest in manifests} == {"d4rl"}
     assert len({manifest.source.rule for manifest in manifests}) == 1
     assert str(manifests[0].source.attributes["yielded"]).startswith("xxh3-128:")
+    (tmp_path / "stranger.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with one_error("SOURCE_READ"):
+        open_source(f"d4rl:stranger:{name}")
+    assert not (tmp_path / "ran").exists()
     (tmp_path / "d4rl.py").write_text("raise SystemExit('no MuJoCo')")
     del sys.modules["d4rl"]
     with one_error("SOURCE_READ"):  # as without the package

@@ -5,6 +5,7 @@ It has the server's addresses, and names that no table here has.
 
 from __future__ import annotations
 
+import re
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,8 @@ from gear_offline.data.sources.reader import YIELDED
 def open_d4rl_package(name: str, request: SourceRequest) -> Source | None:
     """Open what an environment's `get_dataset` returns; None if its file is here, or it fails."""
     file = find_place(name)
-    stored = None if file and file.is_file() else _get_dataset(name)
+    is_plain = re.fullmatch(r"[\w.-]+", name)  # gym would import the MODULE of MODULE:NAME
+    stored = None if (file and file.is_file()) or not is_plain else _get_dataset(name)
     if stored is None:
         return None
     arrays, digests = dict[str, Any](), list[str]()
