@@ -121,7 +121,7 @@ def _resolve_tasks(
         singles.append(single)
         sizes.append(size)
         returns = task.dataset.manifest.returns
-        is_played = not task.dataset.reward_edits and task.dataset.reward_edits is not None
+        is_played = task.dataset.reward_edits == ()
         tasks.append(
             ModelTask.of(
                 task.dataset,
