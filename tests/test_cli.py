@@ -54,8 +54,8 @@ SURFACE = {
     "train": "recipe key=value out resume checkpoint quiet",
     "sync": "run tracker project",
     "export-policy": "run out task overwrite model",
-    "evaluate": "run targets episodes episodes-of-memory sample environment environment-options "
-    "checkpoint seed device out video model json quiet",
+    "evaluate": "run targets episodes episodes-of-memory sample context-length "
+    "environment environment-options checkpoint seed device out video model json quiet",
     "sweep": "recipe key=value seeds out parallel exact ray json quiet",
     "choose": "run... data targets checkpoint gamma critics steps seed device out overwrite model "
     "json quiet",

@@ -182,19 +182,21 @@ class Recall(gymnasium.Env[Any, Any]):
 gymnasium.register("GearTest/Recall-v0", lambda **_: Recall())
 
 
-@pytest.mark.parametrize("condition", ["returns", "rewards"])
+@pytest.mark.parametrize(
+    ("condition", "asked", "span"), [("returns", None, 6), ("rewards", 9, 9), ("rewards", 3, 3)]
+)
 def test_memories_are_evaluated_as_a_loop_plays_them(
-    condition: str, tmp_path: Path, capsys: Captured
+    condition: str, asked: int | None, span: int, tmp_path: Path, capsys: Captured
 ) -> None:
     """Two environments play three memories for each target; whoever begins anew forgets."""
-    span, count, several, out = 6, 12, 3, tmp_path / "evaluation.json"
-    model = make(condition=condition, position="rotary", context_length=span).eval()
+    count, several, out = 12, 3, tmp_path / "evaluation.json"
+    model = make(condition=condition, position="rotary", context_length=6).eval()
     raw: dict[str, Any] = {"state_mean": None, "state_std": None, "returns_scale": 1.0}
-    policy = make_policy(model, context_length=span, span="history", **raw)
+    policy = make_policy(model, context_length=6, span="history", **raw)
     how: dict[str, Any] = {"environment": "GearTest/Recall-v0", "targets": [5.0, -3.0], "seed": 7}
-    report = go.evaluate(
-        policy, episodes=several, episodes_of_memory=count, out=out, quiet=True, **how
-    )
+    how |= {"episodes": several, "episodes_of_memory": count, "context_length": asked}
+    report = go.evaluate(policy, out=out, quiet=True, **how)
+    assert report.context_length == asked
     targets = [5.0, -3.0] if condition == "returns" else [5.0]
     environment, lengths = Recall(), []
     for target, result in zip(targets, report.targets, strict=True):
@@ -263,6 +265,10 @@ def test_a_run_over_histories_plays_memories_and_reports_them(tmp_path: Path) ->
     assert (run.path / "plots" / "episodes.png").stat().st_size
     assert go.evaluate(run.path, episodes_of_memory=1, quiet=True).targets[0].by_episode == ()
     assert go.evaluate(run.path, episodes_of_memory=2, quiet=True).episodes_of_memory == 2
+    assert "windows of" not in (run.path / "report.md").read_text()
+    go.evaluate(run.path, context_length=40, quiet=True)
+    assert ", windows of 40 steps, " in (run.path / "report.md").read_text()
+    assert run.policy(memory=True, context_length=40).context_length == 40
     with one_error("USAGE", "loader.span=history"):
         go.evaluate(write_run(tmp_path / "other"), episodes_of_memory=2, quiet=True)
     with one_error("RECIPE", "needs loader.span=history"):

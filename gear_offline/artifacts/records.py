@@ -127,6 +127,7 @@ class TaskResult(_Record):
     environments: int = 0
     episodes_of_memory: int = 1  # `returns` are those of one memory after the other
     sample: bool = False  # actions were drawn
+    context_length: int | None = None  # of the windows, where not as in training
     goals: bool = False
     condition: Target = "return"  # what the targets are
     confidence: str = ""

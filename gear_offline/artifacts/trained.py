@@ -59,6 +59,7 @@ class TrainedModel:
         device: torch.device | str = "cpu",
         *,
         memory: bool = False,
+        context_length: int | None = None,
     ) -> Policy:
         """Return the policy of the task, or of the only one; the model is moved to `device`."""
         model, recipe, window = self.model, self.recipe, self.window
@@ -68,6 +69,11 @@ class TrainedModel:
             window = window.model_copy(update={name: getattr(entry, name) for name in own})
             if entry.name in (recipe.data.tasks or {}):
                 recipe = recipe.of_task(entry.name)
+        if context_length not in (None, window.context_length):
+            window = window.model_copy(update={"context_length": context_length})
+            if not model.short_windows:
+                problem = f"{type(model).__name__} takes windows as long as those of its training"
+                raise InputError("MODEL", problem, "context_length", "leave it out")
         names = [name for name in (self.facts.data, recipe.data.source, recipe.data.path) if name]
         names.sort(key=lambda name: ":" not in name)  # of this machine's folders nothing is told
         facts = {
@@ -121,6 +127,7 @@ def load_policy(
     revision: str | None = None,
     device: str = "auto",
     memory: bool = False,
+    context_length: int | None = None,
     model: Any = None,
 ) -> Policy:
     """Load the policy of a run, which takes raw observations and asked returns.
@@ -142,6 +149,9 @@ def load_policy(
         ``"auto"`` (CUDA if there is one), or a torch device: ``"cpu"``, ``"cuda:1"``.
     memory
         Begin each episode with the steps of those before in the window, until `Policy.forget`.
+    context_length
+        Steps of a window, K, at least 1; default as in training.  A longer one shows the model
+        what it never saw, a shorter one less than it knows.
     model
         Its class, or ``FILE.py:Name``, of a model of one's own that was trained elsewhere, or whose
         file has moved or changed since.
@@ -181,7 +191,7 @@ def load_policy(
     where = resolve_device(device)
     name = run_or_folder if revision is None else f"{os.fspath(run_or_folder)}@{revision}"
     trained = find_trained(name, checkpoint, model=model)
-    policy = trained.policy(task, where, memory=memory)
+    policy = trained.policy(task, where, memory=memory, context_length=context_length)
     own = _read_achieved(trained, task, policy.facts)
     policy.facts = policy.facts.model_copy(update={"achieved": own})
     return policy

@@ -345,6 +345,7 @@ def evaluate(
     episodes: int | None = Count(None, help="Episodes per target."),
     episodes_of_memory: int | None = Count(None, help="Episodes in a row in each, remembered."),
     sample: bool | None = Option(None, "--sample", help="Draw actions by their probabilities."),
+    context_length: int | None = Count(None, help="Steps of a window; default as in training."),
     environment: str | None = Environment(help="Gymnasium id."),
     environment_options: Any = How(),
     checkpoint: str | None = Option(None, help="last, best or a step number; default last."),

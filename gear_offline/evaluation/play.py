@@ -76,7 +76,12 @@ def play_tasks(
 
 def make_player(trained: TrainedModel, task: EvaluationTask, device: str) -> Policy:
     """Return the policy that plays a task."""
-    return trained.policy(task.name or None, device, memory=task.episodes_of_memory > 1)
+    return trained.policy(
+        task.name or None,
+        device,
+        memory=task.episodes_of_memory > 1,
+        context_length=task.context_length,
+    )
 
 
 def settle_tasks(
@@ -217,6 +222,7 @@ class _TaskPlay:
             seed=task.seed,
             episodes_of_memory=task.episodes_of_memory,
             sample=task.sample,
+            context_length=task.context_length,
             condition=task.condition,
             goals=task.goals,
         )

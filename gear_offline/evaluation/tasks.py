@@ -44,6 +44,7 @@ class EvaluationTask:
     episodes: int = 10  # of each target; episode e is reset with ``seed + e``
     episodes_of_memory: int = 1  # that each of them is the first of, in one environment and memory
     sample: bool = False  # actions are drawn
+    context_length: int | None = None  # steps of a window at play; None: as in training
     environments: int = 0  # side by side for each target; 0: as many as suit the device
     seed: int = 0
     # D4RL name, two returns or scores to normalise by; default: those of the environment's family
@@ -114,6 +115,7 @@ class PlayOptions:
     episodes: int | None = None
     episodes_of_memory: int | None = None
     sample: bool | None = None
+    context_length: int | None = None
     checkpoint: str | int | None = None
     seed: int | None = None
     device: str = "auto"
@@ -182,6 +184,7 @@ def choose_tasks(recipe: Recipe, options: PlayOptions) -> list[EvaluationTask]:
         "episodes": options.episodes,
         "episodes_of_memory": options.episodes_of_memory,
         "sample": options.sample,
+        "context_length": options.context_length,
     }
     changes = {key: value for key, value in changes.items() if value is not None}
     changes.setdefault("episodes", settings.episodes or EPISODES)

@@ -29,6 +29,7 @@ def evaluate(
     episodes: int | None = None,
     episodes_of_memory: int | None = None,
     sample: bool | None = None,
+    context_length: int | None = None,
     environment: str | Callable[..., Any] | None = None,
     environment_options: Mapping[str, Any] | None = None,
     checkpoint: str | int | None = None,
@@ -56,6 +57,8 @@ def evaluate(
         `episodes` counts memories.  Default: the recipe's, which is 1.
     sample
         Draw actions, as `Policy.act` does by a generator; default: the recipe's, which is not to.
+    context_length
+        As of `gear_offline.load_policy`.
     environment
         Default: the recipe's.  Of a run of several tasks: play only the tasks of this environment,
         or of this name; `targets` need one that names a single task.
@@ -95,6 +98,7 @@ def evaluate(
         episodes=episodes,
         episodes_of_memory=episodes_of_memory,
         sample=sample,
+        context_length=context_length,
         checkpoint=checkpoint,
         seed=seed,
         device=device,

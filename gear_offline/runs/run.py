@@ -104,11 +104,13 @@ class Run(os.PathLike[str]):
         checkpoint: str | int | None = None,
         device: str = "auto",
         memory: bool = False,
+        context_length: int | None = None,
     ) -> Policy:
         """Load its policy; options and errors are those of `gear_offline.load_policy`."""
         from gear_offline.artifacts.trained import load_policy
 
-        return load_policy(self.path, task, checkpoint=checkpoint, device=device, memory=memory)
+        how: dict[str, Any] = {"checkpoint": checkpoint, "device": device, "memory": memory}
+        return load_policy(self.path, task, context_length=context_length, **how)
 
     def evaluate(self, **options: Any) -> EvaluationReport:
         """Play episodes, score them and keep the result; options of `gear_offline.evaluate`."""
