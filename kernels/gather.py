@@ -94,8 +94,9 @@ class CpuGather:
     Rows are of whole episodes, with margins of zeros that a window fits into.  `lengths` (E,) are
     the steps of every episode of the dataset, `first_rows` (E,) the row of each one's first step
     (any number where the rows are elsewhere).  Windows end with episodes, or `reach` (E,) steps
-    behind an episode's first, where its history does.  `padding` is the side of the zeros; with
-    `pin` outputs are page-locked, for asynchronous copies.
+    behind an episode's first, where its history does.  `padding` is the side of the zeros, which
+    with `repeat`, on the right, are the last real row instead; with `pin` outputs are page-locked,
+    for asynchronous copies.
     """
 
     def __init__(
@@ -108,8 +109,10 @@ class CpuGather:
         padding: Padding = "right",
         pin: bool = False,
         reach: Int64Array | None = None,
+        repeat: bool = False,
     ) -> None:
         self.groups, self.context_length, self.padding = tuple(groups), context_length, padding
+        self._repeat = repeat
         history = max((group.history for group in groups), default=0)
         self.lengths, self._first_rows, self._reach = lengths, first_rows, reach
         self._arena = Arena(pin=pin)
@@ -142,7 +145,11 @@ class CpuGather:
         for group, view, buffer in zip(self.groups, self._views, buffers, strict=True):
             history = group.history
             self._copy(group, view, low + shift - history if history else low + shift, buffer)
-            _clear(buffer, self._find_padding(starts, real, history) if history else padded)
+            if self._repeat:
+                last = padded - padded % span + real[padded // span] - 1
+                _fill(buffer, padded, last)
+            else:
+                _fill(buffer, self._find_padding(starts, real, history) if history else padded)
         first = (starts + shift)[:, None]
         np.add(first, self._places[:span], out=timesteps.numpy())
         timesteps.numpy().reshape(-1)[padded] = 0
@@ -239,11 +246,11 @@ def _select(view: Tensor, rows: Tensor, out: Tensor) -> None:
             job.result()
 
 
-def _clear(out: Tensor, padded: Int64Array) -> None:
-    """Write zero bytes over the rows of (n, K, W) at flat positions `padded`."""
+def _fill(out: Tensor, padded: Int64Array, last: Int64Array | None = None) -> None:
+    """Write zero bytes, or the rows at `last`, over those of (n, K, W) at positions `padded`."""
     rows = out.view(torch.uint8).numpy()
     records = rows.view(np.dtype((np.void, rows.shape[-1]))).reshape(-1)
-    records[padded] = np.zeros((), records.dtype)
+    records[padded] = np.zeros((), records.dtype) if last is None else records[last]
 
 
 def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:

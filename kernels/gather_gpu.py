@@ -50,7 +50,7 @@ class GpuGather:
     Windows are cut from episodes at `offsets` (E + 1,), B segments a step (`rank_batch`).  The GPU
     draws by `draw`, from all episodes or the first ones, with `seed`, B slots of the global batch
     from `first_slot` on.  Without `draw` the host draws all segments.
-    `reach` is that of `gear_offline.kernels.gather.CpuGather`.
+    `reach` and `repeat` are those of `gear_offline.kernels.gather.CpuGather`.
     `reads_host`: some rows lie in host memory.  `reason`: why the rows lie where they do.  `keep`
     owns the memory that addresses point to.
     """
@@ -72,6 +72,7 @@ class GpuGather:
         reason: str = "",
         keep: Any = None,
         reach: Int64Array | None = None,
+        repeat: bool = False,
     ) -> None:
         self.groups, self.device = tuple(each.group for each in groups), device
         self.placed = tuple(groups)
@@ -106,6 +107,7 @@ class GpuGather:
             "global_batch": global_batch or first_slot + rank_batch,
             "span": context_length,
             "left": int(padding == "left"),
+            "repeat": int(repeat),
             "ticket": self._ticket.data_ptr(),
             "groups": len(groups),
             "tasks": int(self._job["group"]["pieces"].sum()) + 1,
@@ -235,7 +237,7 @@ class GpuGather:
         per_warp, warps = 0, THREADS // 32  # of a block
         rows = self._job["group"][0, : len(self.groups)]
         short = (rows["source"] == COPY) & (rows["pieces"] == 1) & (rows["unit"] >= 4)
-        short &= rows["history"] == 0
+        short &= (rows["history"] == 0) & (self._job["repeat"] == 0)
         long = self.reads_host and self._row_sum * self.context_length > LONG_BYTES
         if short.all() and not long:
             # Many windows a warp, but so that all warps are busy twice over.

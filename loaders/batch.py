@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Never
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from gear_offline.batches.tables.fields import EXTRA, OBSERVED
 from gear_offline.kernels.gather import Padding, Windows
+from gear_offline.loaders.chunks import CHUNK_ACTIONS, CHUNK_MASK
 from gear_offline.loaders.goals import GOALS
 
 OTHER_NAMES = {  # of the same things, in datasets and elsewhere
@@ -52,9 +54,9 @@ class Batch:
     padding
         Side on which the padding is.
     extras
-        Further columns, ``(B, K, *shape)`` in their source dtype; and `goals`.  Where draws are
-        counted (``data.max_times_sampled``) also ``probability``, ``times_sampled`` and
-        ``table_size``, ``(B,)``, as in `gear_offline.kernels.draws.Segments`.
+        Further columns, ``(B, K, *shape)`` in their source dtype; `goals`, `chunk_actions` and
+        `chunk_mask`.  Where draws are counted (``data.max_times_sampled``) also ``probability``,
+        ``times_sampled`` and ``table_size``, ``(B,)``, as in `gear_offline.kernels.draws.Segments`.
     task_bounds
         ``(T - 1,)`` int64, the first episode of each task but the first, where the batch is of
         several tasks; else None.
@@ -130,6 +132,20 @@ class Batch:
     def goals(self) -> Tensor | None:
         """``(B, 1, *S)``, the state of each segment's goal, as `states`; None without goals."""
         return self.extras.get(GOALS)
+
+    @property
+    def chunk_actions(self) -> Tensor | None:
+        """``(B, C, ...)``, as `actions`: those of the episode's steps t to t + C - 1.
+
+        Step t is the window's last real one.  Behind the episode's end its last action is repeated.
+        None of a loader without `chunk`.
+        """
+        return self.extras.get(CHUNK_ACTIONS)
+
+    @property
+    def chunk_mask(self) -> Tensor | None:
+        """``(B, C)`` int64, 1 where a step of `chunk_actions` is in the episode."""
+        return self.extras.get(CHUNK_MASK)
 
     @property
     def episode_starts(self) -> Tensor:
@@ -213,18 +229,17 @@ def split_steps(
     windows: Windows,
     padding: Padding,
     task_bounds: Tensor | None = None,
-    goals: Windows | None = None,
+    gathered: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> list[Batch]:
     """Return the batch of each step of windows (steps, B, K, ...); views, nothing is copied.
 
-    `goals` are windows of one step, of their states.
+    `gathered` are further extras, (steps, B, ...) by name.
     """
     fields: dict[str, Any] = {name: [None] * len(windows.segments) for name in _FIELDS}
     fields |= {name: getattr(windows, name).unbind(0) for name in _NAMED}
     # over ends of episodes timesteps are a column
     fields |= {name: tensor.unbind(0) for name, tensor in windows.tensors().items()}
-    if goals is not None:
-        fields[EXTRA + GOALS] = goals.tensors()["states"].unbind(0)
+    fields |= {EXTRA + name: tensor.unbind(0) for name, tensor in gathered.items()}
     extras = {n.removeprefix(EXTRA): fields.pop(n) for n in [*fields] if n.startswith(EXTRA)}
     states = {n.removeprefix(OBSERVED): fields.pop(n) for n in [*fields] if n.startswith(OBSERVED)}
     if states:

@@ -12,10 +12,10 @@ from dataclasses import replace
 from functools import cache
 
 import numpy as np
+from torch import Tensor
 
 from gear_offline.batches.sampling.draws import GOAL_LAWS, Facts, SegmentStream
 from gear_offline.batches.sampling.masses import WeightedChoice
-from gear_offline.batches.tables.fields import EXTRA
 from gear_offline.config.sections import GoalSettings
 from gear_offline.core.parts import calling_part, find_part
 from gear_offline.core.types import Int64Array, UInt64Array
@@ -29,6 +29,8 @@ CURRENT, FUTURE, FINAL, RANDOM = range(4)
 
 class GoalSampler:
     """Draws the goals of segments; `facts` are of the data, with the length of windows."""
+
+    field, steps, repeat = "states", 1, False
 
     def __init__(self, options: GoalSettings, stream: SegmentStream, facts: Facts) -> None:
         index = stream.selection.index
@@ -81,6 +83,10 @@ class GoalSampler:
         chance = (episodes == segments.episodes) * within + shares[RANDOM] / self._index.steps
         return Segments(episodes=episodes, starts=goals, probability=chance)
 
+    def extras(self, windows: Windows) -> dict[str, Tensor]:
+        """Return the states (T, B, 1, *S) of windows of one step."""
+        return {GOALS: windows.tensors()["states"]}
+
 
 class _OwnLaw:
     """A function of the user's that draws goals, checked to draw each one by itself."""
@@ -130,9 +136,3 @@ class _OwnLaw:
             starts=starts.reshape(shape),
             probability=np.broadcast_to(np.nan, shape),
         )
-
-
-def with_goals(windows: Windows, goals: Windows) -> Windows:
-    """Return windows with the states of `goals`, windows of one step, as one more field."""
-    states = goals.tensors()["states"].contiguous()  # (T, B, 1, S)
-    return windows.with_field(EXTRA + GOALS, states, tuple(states.shape[3:]))

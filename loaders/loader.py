@@ -52,6 +52,7 @@ from gear_offline.kernels.draws import Segments, check_range
 from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.kernels.gather_gpu import GpuGather
 from gear_offline.loaders.batch import Batch, split_steps
+from gear_offline.loaders.chunks import CHUNK_ACTIONS, CHUNK_MASK, SecondGather
 from gear_offline.loaders.goals import GOALS, GoalSampler
 from gear_offline.loaders.options import (
     LoaderOptions,
@@ -64,12 +65,12 @@ from gear_offline.loaders.options import (
     open_data,
     recipe_sampler,
 )
-from gear_offline.loaders.rows import MemoryRows, RowOpener, Rows
+from gear_offline.loaders.rows import RowOpener, Rows
 from gear_offline.loaders.static_batch import SegmentWriter, StaticBatch
 
 STATE_FORMAT = 1
 IDENTITY = (  # options that the content of batches depends on
-    *("batch_size", "context_length", "frame_stack", "span", "padding"),
+    *("batch_size", "context_length", "frame_stack", "span", "chunk", "padding"),
     *("condition", "gamma", "returns_scale", "normalize_states", "observations"),
 )
 
@@ -122,6 +123,10 @@ class GearLoader(Closing, Iterator[Batch]):
         Give each segment a goal, ``batch.goals``: ``{"future": 0.7, "random": 0.3, "discount":
         0.99}``, see `gear_offline.config.sections.GoalSettings`, or ``{"kind": function}``, a law
         of your own: docs/how-to/goals.md.  The host draws the segments then.
+    chunk
+        C, give each segment the C actions from its last real step `t` on, ``batch.chunk_actions``:
+        those of steps `t` to ``t + C - 1`` of that step's episode, its last action repeated behind
+        its end, where ``batch.chunk_mask`` is 0.  The host draws the segments then.
     engine
         For CUDA.  ``"on"``: the GPU selects and gathers.  ``"off"``: the CPU gathers into
         page-locked memory, which is copied on the current stream.  ``"auto"``: on where that is
@@ -197,6 +202,7 @@ class GearLoader(Closing, Iterator[Batch]):
         observations: Sequence[str] = (STATES,),
         frame_stack: int = 1,
         goals: Mapping[str, Any] | GoalSettings | None = None,
+        chunk: int | None = None,
         start_step: int = 0,
         engine: Mode = "auto",
         placement: Placement = "auto",
@@ -241,6 +247,9 @@ class GearLoader(Closing, Iterator[Batch]):
                 admit([options.goals.kind or ""])
             facts = facts_of(dataset, self.context_length)
             self._goals = GoalSampler(options.goals, stream, facts)
+        if options.chunk is not None and {CHUNK_ACTIONS, CHUNK_MASK} & {*options.extra_columns}:
+            names = f"no extra_columns called {CHUNK_ACTIONS} or {CHUNK_MASK}"
+            raise bad_option("chunk", chunk, names)
         opener = RowOpener(dataset, stream, self.world, self.device, options, self._goals)
         self.rows: Rows = opener.open()
         self._task_bounds = _task_bounds(dataset, self.device)
@@ -329,11 +338,9 @@ class GearLoader(Closing, Iterator[Batch]):
         return self.rows.gather if isinstance(self.rows.gather, GpuGather) else None
 
     @property
-    def engines(self) -> tuple[GpuGather, ...]:
-        """The GPUs that gather: of windows and, where there are any, of goals."""
-        goals = self.rows.goals if isinstance(self.rows, MemoryRows) else None
-        gathers = (self.engine, goals and goals[1])
-        return tuple(gather for gather in gathers if isinstance(gather, GpuGather))
+    def seconds(self) -> list[tuple[SecondGather, GpuGather]]:
+        """What the GPU gathers beside windows: goals, chunks."""
+        return [pair for pair in self.rows.seconds if isinstance(pair[1], GpuGather)]  # type: ignore[misc]
 
     @property
     def window(self) -> Window:
@@ -437,7 +444,7 @@ class GearLoader(Closing, Iterator[Batch]):
             task_bounds=self._task_bounds,
             windows=windows,
             writer=self._writer(engine),
-            goals=self.engines[1] if len(self.engines) > 1 else None,
+            seconds=self.seconds,
             live=live,
         )
 
@@ -456,7 +463,8 @@ class GearLoader(Closing, Iterator[Batch]):
         rows = self.rows
         if engine.draws:
             return None
-        return SegmentWriter(rows.segments, rows.block_steps, self.world, self._goals)
+        seconds = [second for second, _ in rows.seconds]
+        return SegmentWriter(rows.segments, rows.block_steps, self.world, seconds)
 
     def model_inputs(self) -> Iterator[dict[str, Tensor]]:
         """Iterate, from the same position, over dictionaries for a Hugging Face ``Trainer``."""

@@ -60,6 +60,9 @@ def check_options(arguments: Mapping[str, Any], device: torch.device) -> LoaderO
     for name, value in (("placement", "disk"), ("sharding", "shard")):
         if options.goals is not None and getattr(options, name) == value:
             raise bad_option(name, value, f"{name}='auto' with goals, which may be any row")
+    if options.chunk is not None and options.sharding == "shard":
+        remedy = "sharding='replicate', or 'auto', with chunk: each node holds all actions"
+        raise bad_option("sharding", "shard", remedy)
     return options
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from gear_offline.batches.sampling.draws import SegmentStream
-from gear_offline.batches.tables.fields import EXTRA
+from gear_offline.batches.tables.fields import ACTIONS, EXTRA
 from gear_offline.batches.tables.joint import TableData
 from gear_offline.batches.tables.shared import (
     PLACED,
@@ -24,7 +24,13 @@ from gear_offline.batches.tables.shared import (
     share_table,
     table_key,
 )
-from gear_offline.batches.tables.table import Table, build_table, span_index, table_bytes
+from gear_offline.batches.tables.table import (
+    Table,
+    build_table,
+    plan_groups,
+    span_index,
+    table_bytes,
+)
 from gear_offline.core.system import RESERVE_BYTES, available_bytes
 from gear_offline.core.text import say, size_text
 from gear_offline.core.types import BoolArray, Int64Array
@@ -36,7 +42,8 @@ from gear_offline.kernels.columns import ColumnGroup, GroupAddresses
 from gear_offline.kernels.draws import Segments
 from gear_offline.kernels.gather import CpuGather, Windows
 from gear_offline.kernels.gather_gpu import GpuGather
-from gear_offline.loaders.goals import GoalSampler, with_goals
+from gear_offline.loaders.chunks import Chunks, SecondGather
+from gear_offline.loaders.goals import GoalSampler
 from gear_offline.loaders.options import LoaderOptions
 from gear_offline.loaders.segments import LocalSegments, Ring, ShardedSegments
 
@@ -60,8 +67,9 @@ BLOCK_STEPS = 256  # at most: Python's collector takes twice as long a batch whe
 
 RankSegments = LocalSegments | ShardedSegments
 Gather = CpuGather | GpuGather
-# Of windows, of the states of goals, and what the rows lie in.
-Gathers = tuple["Gather", "Gather | None", "Table | PlacedTable"]
+Seconds = tuple[tuple[SecondGather, Gather], ...]  # goals, chunks, and what gathers them
+# Of windows, of what goes with them, and what the rows lie in.
+Gathers = tuple["Gather", "Seconds", "Table | PlacedTable"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +81,7 @@ class MemoryRows:
     block_steps: int
     device: torch.device
     gather: Gather
-    goals: tuple[GoalSampler, Gather] | None  # and what gathers their states
+    seconds: Seconds
 
     def windows(self, first_step: int, steps: int, *, ahead: bool) -> Windows:
         """Return the (steps, B, K, ...) windows of consecutive steps, on the loader's device.
@@ -91,9 +99,7 @@ class MemoryRows:
         else:
             windows = gather.gather(segments, block.landing)
         windows = _with_counts(windows, segments)
-        if self.goals is not None:
-            sampler, states = self.goals
-            windows = with_goals(windows, states.gather(sampler.draw(first_step, segments)))
+        windows = _with_seconds(windows, self.seconds, first_step, segments)
         if isinstance(gather, GpuGather) and not self.segments.in_stream:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(gather.device))
@@ -114,12 +120,17 @@ class DiskRows:
     block_steps: int
     gather: DiskGather
     device: torch.device
+    seconds: Seconds  # of chunks, whose actions are in memory whole
 
     def windows(self, first_step: int, steps: int, *, ahead: bool) -> Windows:
         if ahead:
             windows = self.gather.draw_and_gather(first_step, steps)
         else:
             windows = self.gather.gather(self.segments.draw(first_step, steps).segments)
+        episodes, starts = windows.segments.numpy().T.swapaxes(1, 2)
+        chances = np.broadcast_to(np.float64(1), starts.shape)
+        segments = Segments(episodes=episodes, starts=starts, probability=chances)
+        windows = _with_seconds(windows, self.seconds, first_step, segments)
         return _move_windows(windows, self.device)
 
     def close(self) -> None:
@@ -135,6 +146,18 @@ def _with_counts(windows: Windows, segments: Segments) -> Windows:
         for name in ("probability", "times_sampled", "table_size"):
             values = torch.from_numpy(np.ascontiguousarray(getattr(segments, name)))
             windows = windows.with_field(EXTRA + name, values.to(windows.segments.device))
+    return windows
+
+
+def _with_seconds(
+    windows: Windows, seconds: Seconds, first_step: int, segments: Segments
+) -> Windows:
+    """Return windows with what is gathered beside them, (T, B, any, ...), as further fields."""
+    for second, rows in seconds:
+        gathered = rows.gather(second.draw(first_step, segments))
+        for name, values in second.extras(gathered).items():
+            shape = tuple(values.shape[3:])
+            windows = windows.with_field(EXTRA + name, values.contiguous(), shape)
     return windows
 
 
@@ -163,6 +186,13 @@ class RowOpener:
     def _reach(self) -> Int64Array | None:
         return None if self._index.histories is None else self._index.reach
 
+    @cached_property
+    def _seconds(self) -> list[SecondGather]:
+        """What is gathered beside windows."""
+        span, chunk = self.options.context_length, self.options.chunk
+        goals: list[SecondGather] = [] if self.goals is None else [self.goals]
+        return goals if chunk is None else [*goals, Chunks(self._index, span, chunk)]
+
     def open(self) -> Rows:
         """Open the rows: on disk, else in memory."""
         if not self.world.feeds:
@@ -181,10 +211,11 @@ class RowOpener:
         opened: Gathers | None = None
         if device.type == "cuda" and options.engine != "off" and self.world.feeds:
             opened = self._gpu_gathers(build, local)
-        gather, states, memory = opened or self._cpu_gathers(build(), local)
+        gather, seconds, memory = opened or self._cpu_gathers(build(), local)
         if ring is None:
             segments: RankSegments = LocalSegments(self.stream)
             window = window_bytes(gather.groups, options.context_length)
+            window += sum(window_bytes(rows.groups, each.steps) for each, rows in seconds)
             steps = self._block_steps(window, self._limits)
         else:
             engine = gather if isinstance(gather, GpuGather) else None
@@ -192,8 +223,7 @@ class RowOpener:
             steps = ring.pass_steps
         if isinstance(gather, GpuGather):
             device = gather.device
-        goals = None if self.goals is None or states is None else (self.goals, states)
-        return MemoryRows(memory, segments, steps, device, gather, goals)
+        return MemoryRows(memory, segments, steps, device, gather, seconds)
 
     def _disk_reason(self) -> str | None:
         """Return the reason why the rows stay on disk, or None where they come into memory."""
@@ -230,10 +260,23 @@ class RowOpener:
         options, budget, pin = self.options, self.options.host_budget, self.device.type == "cuda"
         if budget is None:
             budget = max((available_bytes() - RESERVE_BYTES) // (2 * len(self.world.members)), 1)
+        seconds: Seconds = ()
+        if options.chunk is not None:
+            plans = [p for p in plan_groups(self.data, options.table) if ACTIONS in p.fields]
+            steps = self.data.episodes.steps + 2 * options.table.margin
+            if (nbytes := steps * plans[0].row_bytes) > budget // 2:
+                problem = f"chunk={options.chunk} keeps {size_text(nbytes)} of actions in memory, "
+                problem += f"and the budget of rows that stay on disk is {size_text(budget)}"
+                remedy = f"give host_budget={2 * nbytes} or more, or leave chunk out"
+                raise InputError("LOADER_OPTION", problem, remedy=remedy)
+            budget -= nbytes
+            _, seconds, _ = self._cpu_gathers(
+                build_table(self.data, options.table, plans=plans), None
+            )
         gather = DiskGather(
             self.data,
             self.stream,
-            options.table,
+            replace(options.table, chunk=None),
             host_budget=budget,
             padding=options.padding,
             pin=pin,
@@ -246,11 +289,13 @@ class RowOpener:
                 f"the CPU gathers batches {how}"
             )
         window = window_bytes(gather.table.groups, options.context_length)
+        window += sum(window_bytes(rows.groups, each.steps) for each, rows in seconds)
         sizes, limits = gather.sizes, CPU_LIMITS
         segments = min(sizes.handout, limits.segments)
         nbytes = min(sizes.output_bytes, limits.nbytes)
         steps = self._block_steps(window, limits._replace(segments=segments, nbytes=nbytes))
-        return DiskRows(gather.table, LocalSegments(self.stream), steps, gather, self.device)
+        local = LocalSegments(self.stream)
+        return DiskRows(gather.table, local, steps, gather, self.device, seconds)
 
     @property
     def _limits(self) -> Limits:
@@ -267,7 +312,7 @@ class RowOpener:
     def _make_ring(self) -> Ring | None:
         """Return the share and landing rows of this rank; None where each node holds all rows."""
         options = self.options
-        is_whole = self.goals is not None or options.span == "history"
+        is_whole = bool(self._seconds) or options.span == "history"
         sharding = "replicate" if is_whole else options.sharding
         share = choose_share(self.data, self.stream.selection, self.world, options.table, sharding)
         if share is None:
@@ -310,21 +355,24 @@ class RowOpener:
     def _cpu_gathers(self, table: Table, local: BoolArray | None) -> Gathers:
         """Return the CPU's gathers, as `_gpu_gathers` those of the GPU."""
         rows, span = (self._index.lengths, table.first_rows(local)), self.options.context_length
-        make = partial(CpuGather, pin=self.device.type != "cpu", reach=self._reach)
-        gather = make(table.groups, *rows, context_length=span, padding=self.options.padding)
-        if self.goals is None:
-            return gather, None, table
-        states = make(list(filter(_has_states, table.groups)), *rows, context_length=1)
-        return gather, states, table
+        make = partial(CpuGather, pin=self.device.type != "cpu")
+        padding, reach = self.options.padding, self._reach
+        gather = make(table.groups, *rows, context_length=span, padding=padding, reach=reach)
+        seconds = list[tuple[SecondGather, Gather]]()
+        for each in self._seconds:
+            groups = [group for group in table.groups if _has(group, each.field)]
+            gathered = make(groups, *rows, context_length=each.steps, repeat=each.repeat)
+            seconds.append((each, gathered))
+        return gather, tuple(seconds), table
 
     def _gpu_gathers(self, build: Callable[[], Table], local: BoolArray | None) -> Gathers | None:
-        """Place the table and return the GPU's gathers, of windows and of goals, and the copy.
+        """Place the table and return the GPU's gathers, as `Gathers`, and the copy.
 
         With ``"auto"`` None where that cannot be.
         `local`, (E,): the episodes that the table has, if not all.
         """
         options, selection = self.options, self.stream.selection
-        draw = selection.gpu if local is None and self.goals is None else None
+        draw = selection.gpu if local is None and not self._seconds else None
         try:
             if draw is not None and draw.tree is not None:
                 draw.tree(self.device)  # the table takes what is left
@@ -335,9 +383,7 @@ class RowOpener:
             make = partial(
                 GpuGather,
                 offsets=self._index.offsets,
-                reach=self._reach,
                 device=placed.device,
-                padding=options.padding,
                 rank_batch=self.stream.rank_batch,
                 reads_host=placed.reads_host,
                 reason=placed.reason,
@@ -346,15 +392,19 @@ class RowOpener:
             engine = make(
                 groups,
                 context_length=options.context_length,
+                padding=options.padding,
+                reach=self._reach,
                 draw=draw,
                 seed=self.stream.seed,
                 first_slot=self.stream.first_slot,
                 global_batch=self.stream.global_batch,
             )
-            if self.goals is None:
-                return engine, None, placed
-            state_groups = [each for each in groups if _has_states(each.group)]
-            return engine, make(state_groups, context_length=1), placed
+            seconds = list[tuple[SecondGather, Gather]]()
+            for each in self._seconds:
+                rows = [row for row in groups if _has(row.group, each.field)]
+                gathered = make(rows, context_length=each.steps, repeat=each.repeat)
+                seconds.append((each, gathered))
+            return engine, tuple(seconds), placed
         except GearError as error:
             if options.engine == "on" or options.placement != "auto":
                 raise
@@ -403,8 +453,8 @@ def window_bytes(groups: Sequence[ColumnGroup], context_length: int) -> int:
     return rows + 16 * context_length  # timesteps and mask
 
 
-def _has_states(group: ColumnGroup) -> bool:
-    return any(field.name == "states" for field in group.fields)
+def _has(group: ColumnGroup, name: str) -> bool:
+    return any(field.name == name for field in group.fields)
 
 
 def _for_all_episodes(each: GroupAddresses, local: BoolArray) -> GroupAddresses:

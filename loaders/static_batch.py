@@ -17,7 +17,7 @@ from gear_offline.loaders.batch import Batch, split_steps
 
 if TYPE_CHECKING:
     from gear_offline.distributed.world import World
-    from gear_offline.loaders.goals import GoalSampler
+    from gear_offline.loaders.chunks import SecondGather
     from gear_offline.loaders.segments import LocalSegments, ShardedSegments
 
 AHEAD_BYTES = 8 << 20  # of a batch from host memory: smaller ones are there in no time
@@ -35,9 +35,9 @@ class StaticBatch:
     that pays.  They come into memory of their own, from which `begin` copies them.  Batches of a
     sampler that learns from losses (`learns`) have probabilities and never travel ahead.
 
-    The batch and its goals lie in `windows` if given, of the layout of `GpuGather.allocate`.  Where
-    the engine does not draw, `writer` draws segments and goals on the host, and `goals` gathers the
-    states of the goals.  The engine of a `live` batch may change: `adopt`.
+    The batch, its goals and its chunks lie in `windows` if given, of the layout of
+    `GpuGather.allocate`.  Where the engine does not draw, `writer` draws segments on the host, and
+    those of `seconds`, which are gathered, too.  The engine of a `live` batch may change: `adopt`.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class StaticBatch:
         task_bounds: Tensor | None = None,
         windows: Sequence[Windows] = (),
         writer: SegmentWriter | None = None,
-        goals: GpuGather | None = None,
+        seconds: Sequence[tuple[SecondGather, GpuGather]] = (),
         live: bool = False,
     ) -> None:
         self._writer, ring = writer, 0 if writer is None else writer.ring
-        engines = [engine] if goals is None else [engine, goals]
+        engines = [engine, *(gather for _, gather in seconds)]
         targets: Any = windows or [None] * len(engines)
         fills = [
             StaticFill(each, chances=learns, windows=target, ring=ring, live=live)
@@ -73,7 +73,7 @@ class StaticBatch:
                 each.limit_blocks(AHEAD_BLOCKS)
         self._fills = fills
         first_windows, *more = (each.map(lambda t: t[None]) for each in self._windows)
-        (self.batch,) = split_steps(first_windows, padding, task_bounds, *more)
+        (self.batch,) = split_steps(first_windows, padding, task_bounds, _extras(seconds, more))
         self._stream: Any = None
         if self.ahead:
             device = self.batch.device
@@ -112,7 +112,7 @@ class StaticBatch:
 
         Waits for the GPU.  False, and nothing is changed, where a capture must be made anew.
         """
-        if not self._fills[0].adopt(engine):
+        if len(self._fills) > 1 or not self._fills[0].adopt(engine):
             return False
         self._writer = writer
         self.set_step(step)
@@ -177,16 +177,16 @@ class SegmentWriter:
         segments: LocalSegments | ShardedSegments,
         block_steps: int,
         world: World,
-        goals: GoalSampler | None = None,
+        seconds: Sequence[SecondGather] = (),
     ) -> None:
         self._segments, self._block_steps, self._world = segments, block_steps, world
-        self._goals = goals
+        self._seconds = seconds
         self.ring = 2 * block_steps
         self._first = self._end = -1
         self._before: Any = None
 
     def write(self, fills: Sequence[StaticFill], step: int) -> None:
-        """Return when the segments of `step` are written; goals to the second fill."""
+        """Return when the segments of `step` are written, each second gather's to its own fill."""
         if self._first <= step < self._end:
             return
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -199,27 +199,40 @@ class SegmentWriter:
         self._segments.release(event)
         block = self._segments.draw(step, self._block_steps)
         fills[0].write(step, block.segments, block.landing)
-        if self._goals is not None:
-            fills[1].write(step, self._goals.draw(step, block.segments))
+        for fill, second in zip(fills[1:], self._seconds, strict=True):
+            fill.write(step, second.draw(step, block.segments))
         self._first, self._end = step, step + self._block_steps
 
 
 def side_by_side(
-    engines: Sequence[GpuGather], count: int, padding: Padding
+    engine: GpuGather,
+    seconds: Sequence[tuple[SecondGather, GpuGather]],
+    count: int,
+    padding: Padding,
 ) -> tuple[list[list[Windows]], Batch]:
     """Return windows for `count` batches that lie one after another, and all as one batch.
 
-    `engines` gather the windows of a batch and, if there are any, its goals.
+    `engine` gathers the windows of a batch, `seconds` what goes with them.
     """
-    size = engines[0].rank_batch
+    engines, size = [engine, *(gather for _, gather in seconds)], engine.rank_batch
     blocks = [engine.allocate((count * size,)) for engine in engines]
     slices = [
         [block.map(lambda t, n=n: t[n * size : (n + 1) * size]) for block in blocks]  # type: ignore[misc]
         for n in range(count)
     ]
-    first, *goals = (block.map(lambda t: t[None]) for block in blocks)
-    (batch,) = split_steps(first, padding, None, *goals)
+    first, *more = (block.map(lambda t: t[None]) for block in blocks)
+    (batch,) = split_steps(first, padding, None, _extras(seconds, more))
     return slices, batch
+
+
+def _extras(
+    seconds: Sequence[tuple[SecondGather, GpuGather]], gathered: Sequence[Windows]
+) -> dict[str, Tensor]:
+    """Return the extras of second gathers, by name."""
+    extras = dict[str, Tensor]()
+    for (second, _), windows in zip(seconds, gathered, strict=True):
+        extras |= second.extras(windows)
+    return extras
 
 
 def _tensors(windows: Windows) -> tuple[Tensor, ...]:

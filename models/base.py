@@ -95,6 +95,7 @@ class ModelFacts(ModelSizes):
     context_length: Annotated[int, Field(ge=1, le=65_536)] = 20  # K
     max_timestep: Size = 1000  # every timestep is smaller
     goals: bool = False  # windows have goals, states to reach, in place of returns
+    chunk: Annotated[int, Field(ge=1, le=65_536)] | None = None  # next actions of a batch, C
 
     @property
     def sizes(self) -> ModelSizes:

@@ -23,7 +23,6 @@ from gear_offline.evaluation.maze import WALLS, cell_of, way_to
 from gear_offline.evaluation.play import evaluate_tasks
 from gear_offline.evaluation.tasks import EvaluationTask
 from gear_offline.loaders.batch import split_steps
-from gear_offline.loaders.goals import with_goals
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.runs.loop import TrainingInterrupted, train_run
 from gear_offline.runs.resolve import resolve
@@ -133,8 +132,8 @@ def test_goals_are_states_of_the_dataset(
         engines = [
             gpu_gather(loader.rows.memory, rank_batch=8, context_length=k) for k in (SPAN, 1)
         ]
-        windows = with_goals(engines[0].gather(segments), engines[1].gather(goals))
-    same(split_steps(windows, "right")[0], loader.batch_at(3))
+        windows, states = engines[0].gather(segments), engines[1].gather(goals).tensors()["states"]
+    same(split_steps(windows, "right", None, {"goals": states})[0], loader.batch_at(3))
 
 
 LAW = """

@@ -130,6 +130,9 @@ class Recipe(Section):
                 remedy = "model.condition=returns takes it" if takes else "leave it"
                 rule = "loader.condition=advantage needs a model that is asked for something"
                 yield f"{rule}: {remedy}"
+        if loader.chunk is not None and model.takes_chunks is False:
+            remedy = "name one of your own that does, model.kind=FILE.py:Name, or use null"
+            yield f"loader.chunk={loader.chunk} is no use to model.kind={model.kind}: {remedy}"
         if getattr(model, "condition", None) == "rewards":
             if model.kind != "decision_transformer":
                 yield f"model.condition=rewards is for kind=decision_transformer, got {model.kind}"

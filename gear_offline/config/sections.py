@@ -438,6 +438,8 @@ class LoaderSettings(Section):
     """Subtract the dataset's mean from the observations and divide by its deviation."""
     goals: GoalSettings | None = None
     """States by hindsight that the model is asked to reach, in place of returns."""
+    chunk: Annotated[Whole, Field(ge=1, le=65_536)] | None = None
+    """Next actions (C), from a segment's last step on, that a model of one's own predicts."""
     engine: Mode = "auto"
     """On CUDA: select and gather on the GPU; auto: where that is possible."""
     placement: Placement = "auto"
@@ -482,6 +484,7 @@ class ModelSettings(Section):
     is_stochastic: ClassVar[Any] = False  # its actions can be drawn
     takes_tasks: ClassVar[Any] = False  # it can be trained on data of several tasks
     stacks: ClassVar[Any] = False  # several runs can be trained as one
+    takes_chunks: ClassVar[Any] = False  # its losses are of chunks of actions
     # blocks, their width, tokens of a step: what memory and FLOPs follow from; 0: unknown
     shape: ClassVar[Any] = (0, 0, 0)
 
@@ -614,6 +617,7 @@ class OwnModelSettings(ModelSettings):
     """The options of a model that comes from elsewhere, which checks them itself."""
 
     asks_returns: ClassVar[Any] = None  # unknown
+    takes_chunks: ClassVar[Any] = None  # the trial finds out
     model_config = ConfigDict(extra="allow")
 
 

@@ -98,7 +98,8 @@ def check_memory(recipe: Recipe, sizes: ModelSizes) -> None:
     weights = (12 * layers * size + (model.max_timestep or 0)) * size
     # the columns, and the tokens of each step once; pixels are bytes
     state = sum(c.size // 4 if c.frames == "uint8" else c.size for c in sizes.columns)
-    batch = loader.batch_size * loader.context_length * (state + sizes.action_dim + tokens * size)
+    batch = loader.context_length * (state + sizes.action_dim + tokens * size)
+    batch = loader.batch_size * (batch + (loader.chunk or 0) * sizes.action_dim)
     demand, available = 4 * max(weights, batch), available_bytes()
     if demand > available:
         options = "model.hidden_size, model.layers or model.max_timestep"

@@ -87,6 +87,7 @@ def recipe_model(recipe: Recipe, sizes: ModelSizes) -> SequenceModel:
         context_length=recipe.loader.context_length,
         max_timestep=recipe.model.max_timestep or 1,
         goals=recipe.loader.goals is not None,
+        chunk=recipe.loader.chunk,
     )
     return make_model(recipe.model.kind, facts, typed_settings(recipe.model))
 

@@ -166,7 +166,9 @@ class CapturedStack:
         self._gradients, self._device = gradients, learners[0].device
         self._after_step = after_step
         loader = learners[0].loader
-        places, self._batch = side_by_side(loader.engines, len(learners), loader.padding)
+        assert loader.engine is not None, "the GPU makes the batches of captured steps"
+        shape = len(learners), loader.padding
+        places, self._batch = side_by_side(loader.engine, loader.seconds, *shape)
         self._parts: list[RunPart] = []
         for learner, place in zip(learners, places, strict=True):
             known = self._parts[0].fill_seconds if self._parts else None

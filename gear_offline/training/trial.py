@@ -108,6 +108,13 @@ class _Trier:
         first = self._step(self.fresh, self.batch)
         self._step(self.tried, different)
         after = self._step(self.tried, self.batch)
+        if self.batch.chunk_actions is not None:
+            different = copy.deepcopy(self.batch)
+            self._move(different, "chunk_actions", 0)
+            others = self._step(self.tried, different)
+            if not any(_apart(after[name], others[name], EXACT) for name in after):
+                problem = "its losses are the same for other batch.chunk_actions, of loader.chunk"
+                raise self._fault(problem, "use them in losses(batch), or use loader.chunk=null")
         reason = f"its losses draw from {' and '.join(sorted(self.drawn))}" if self.drawn else None
         self.counts = _differing(_attributes(self.fresh), _attributes(self.tried))
         if self.counts:

@@ -44,6 +44,7 @@ struct Job {
     i64 segments;             // B times the steps of this launch
     i64 span;                 // K
     i64 left;                 // padding on the left
+    i64 repeat;               // padding, on the right, is the last real row instead of zeros
     i64 tasks;                // of a segment
     i64 groups;
     i64 per_warp;             // segments of a warp, where windows are short and many
@@ -100,12 +101,17 @@ GEAR_CODE void note_chance(const Job& job, i64 place, const Segment& segment) {
 
 typedef ulonglong2 Unit16;  // one load of 16 bytes
 
-// Copy units [begin, end) of a window: those in [low, high) from `source`, zeros elsewhere.
+// Copy units [begin, end) of a window: those in [low, high) from `source`, zeros elsewhere; with
+// `row`, units of a row, behind `high` the row before it again and again.
 // Batches leave the caches at once (__stcs): what they push out there are rows.  Streaming loads
 // do not help.
 template <typename Unit>
 GEAR_CODE void copy_piece(const Unit* source, Unit* out, i64 begin, i64 end, i64 low, i64 high,
-                          int lane) {
+                          i64 row, int lane) {
+    i64 repeated = row && high < end ? (high > begin ? high : begin) : end;
+    for (i64 at = repeated + lane; at < end; at += LANES)
+        __stcs(out + at, source[high - low - row + (at - high) % row]);
+    end = repeated;
     high = high < end ? high : end;
     for (i64 at = begin + lane; at < end; at += 8 * LANES) {  // eight loads in flight
         Unit loads[8];
@@ -152,12 +158,13 @@ GEAR_CODE void copy_rows(const Job& job, const Group& group, const Segment& segm
     i64 low = rows.low * row, high = rows.high * row;
     const char* from = rows.from;
     unsigned char* to = group.out + number * all * group.unit;
+    row = job.repeat && segment.real ? row : 0;
     switch (group.unit) {
-        case 16: copy_piece((const Unit16*)from, (Unit16*)to, begin, end, low, high, lane); break;
-        case 8: copy_piece((const u64*)from, (u64*)to, begin, end, low, high, lane); break;
-        case 4: copy_piece((const u32*)from, (u32*)to, begin, end, low, high, lane); break;
-        case 2: copy_piece((const u16*)from, (u16*)to, begin, end, low, high, lane); break;
-        default: copy_piece((const unsigned char*)from, to, begin, end, low, high, lane);
+        case 16: copy_piece((const Unit16*)from, (Unit16*)to, begin, end, low, high, row, lane); break;
+        case 8: copy_piece((const u64*)from, (u64*)to, begin, end, low, high, row, lane); break;
+        case 4: copy_piece((const u32*)from, (u32*)to, begin, end, low, high, row, lane); break;
+        case 2: copy_piece((const u16*)from, (u16*)to, begin, end, low, high, row, lane); break;
+        default: copy_piece((const unsigned char*)from, to, begin, end, low, high, row, lane);
     }
 }
 
@@ -216,9 +223,12 @@ GEAR_CODE void cast_rows(const Job& job, const Group& group, const Segment& segm
     Extent rows = extent(job, group, segment);
     i64 low = rows.low * group.width, high = rows.high * group.width;
     const char* from = rows.from;
+    bool repeat = job.repeat && segment.real;
     for (i64 at = begin + lane; at < end; at += LANES) {
-        if (at >= low && at < high)
-            cast_element(group, from, at - low, at % group.width, base + at);
+        i64 column = at % group.width;
+        if (at >= low && (at < high || repeat))
+            cast_element(group, from, at < high ? at - low : high - low - group.width + column,
+                         column, base + at);
         else if (group.to_int64)
             ((i64*)group.out)[base + at] = 0;
         else

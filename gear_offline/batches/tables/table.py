@@ -87,6 +87,7 @@ class TableOptions:
     frame_stack: int = 1  # frames that make up a state; the column holds single ones
     observations: tuple[str, ...] = (STATES,)  # columns that make up a state
     span: Span = "episode"  # history: windows reach over the ends of episodes
+    chunk: int | None = None  # actions that are read from one step on; then they lie apart
 
     @classmethod
     def of(cls, loader: Mapping[str, Any]) -> Self:
@@ -105,8 +106,8 @@ class TableOptions:
 
     @property
     def margin(self) -> int:
-        """Rows that a window takes, with its history: K + H."""
-        return self.context_length + self.history
+        """Rows that a window takes, with its history: K + H; at least those of a chunk."""
+        return max(self.context_length + self.history, self.chunk or 0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -203,6 +204,7 @@ def plan_groups(
         column: f
         for column, f in fields.items()
         if len(f.shape) <= 1 and f.dtype == np.float32 and 4 * f.width <= PACKED_BYTES
+        if options.chunk is None or column != ACTIONS
     }
     packed = {} if apart else packed
     alone = {column: f for column, f in fields.items() if column not in packed}
