@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gear_offline as go
 from gear_offline.batches.sampling import make_sampler
 from gear_offline.batches.tables.table import TableOptions, build_table
 from gear_offline.config.recipe import load_recipe
@@ -19,14 +20,16 @@ from gear_offline.loaders.chunks import Chunks
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.rows import DiskRows
 from gear_offline.loaders.static_batch import StaticBatch
-from tests.gpu_support import same
+from tests.gpu_support import NEEDS_CUPY, NEEDS_GPU, same
 from tests.image_support import image_columns
 from tests.kernels_on_cpu import gpu_gather, on_cpu
 from tests.one_process import open_ranks
+from tests.own_parts import ENVIRONMENT
 from tests.sampling_support import CASES, IDS
 from tests.segment_oracle import MemoryTable, all_segments, bits, cpu_gather
-from tests.support import hopper_columns, make_dataset, one_error
+from tests.support import ROOT, hopper_columns, make_dataset, one_error
 from tests.task_support import join, make_parts
+from tests.test_docs import blocks
 from tests.test_gather import GATHERS, device
 from tests.test_histories import convert_histories, follow
 
@@ -281,3 +284,105 @@ def test_who_may_not_ask(tmp_path: Path) -> None:
     for kind in ("decision_transformer", "mlp", "iql", "decoupled"):
         with one_error("RECIPE", f"loader.chunk=7 is no use to model.kind={kind}.*FILE.py"):
             load_recipe("paper", {"loader.chunk": SIZE, "model.kind": kind})
+
+
+@pytest.fixture
+def chunked(tmp_path: Path) -> dict[str, Any]:
+    """Options of a run of the page's model, on episodes in which each action tells its step."""
+    page = blocks((ROOT / "docs" / "how-to" / "own-model.md").read_text(), "python")
+    code = next(block for block in page if "class Chunked" in block)
+    head = "import torch\nfrom torch import nn\nimport gear_offline as go\n\n\n"
+    (tmp_path / "chunked.py").write_text(head + code)
+    (tmp_path / "env.py").write_text(ENVIRONMENT)
+    columns = hopper_columns(600, state_dim=3, action_dim=1)
+    columns["actions"] = columns["observations"][:, :1] * 0.5
+    data = make_dataset(tmp_path, [20] * 30, columns=columns, environment_id=None)
+    options = {"data.path": str(data.path), "loader.chunk": 5, "loader.context_length": 4}
+    options |= {"train.steps": 3, "train.device": "cpu", "loader.normalize_states": False}
+    options |= {"model.kind": f"{tmp_path}/chunked.py:Chunked", "optimizer.weight_decay": 0.0}
+    options |= {"optimizer.warmup_steps": 0, "optimizer.clip_norm": None}
+    environment = {"evaluate.environment": f"{tmp_path}/env.py:Reach", "evaluate.episodes": 2}
+    return options | environment | {"evaluate.targets": [0.0], "train.evaluate_every": None}
+
+
+def test_the_model_of_the_page_learns_chunks_as_plain_torch(
+    tmp_path: Path, chunked: dict[str, Any]
+) -> None:
+    first = go.train("smoke", chunked | {"train.steps": 1}, out=tmp_path / "first", quiet=True)
+    state = first.policy(device="cpu").model.state_dict()
+    init = {"train.init": str(first.path)}
+    run = go.train("smoke", chunked | init, out=tmp_path / "run", quiet=True)
+    weights = {name: value.clone().requires_grad_() for name, value in state.items()}
+    optimizer = torch.optim.Adam(weights.values(), run.recipe.optimizer.learning_rate)
+    data = go.open_dataset(chunked["data.path"])
+    loader = GearLoader.from_recipe(run.recipe, {"train.init": None}, device="cpu")
+    for batch, _ in zip(loader, range(3), strict=False):
+        total, count = torch.zeros(()), 0
+        for (episode, start), mask in zip(
+            batch.segments.tolist(), batch.attention_mask, strict=True
+        ):
+            real = int(mask.sum())
+            left, last = 20 - (start + real - 1), 20 * episode + start + real - 1
+            seen = torch.from_numpy(data.column("observations")[last])
+            hidden = torch.relu(weights["inner.weight"] @ seen + weights["inner.bias"])
+            predicted = weights["outer.weight"] @ hidden + weights["outer.bias"]  # of one element
+            rows = data.column("actions")[last : last + min(5, left), 0]
+            errors = [abs(predicted[k] - float(row)) for k, row in enumerate(rows)]
+            total, count = total + real * torch.stack(errors).mean(), count + real
+        optimizer.zero_grad()
+        loss: Any = total / count
+        loss.backward()
+        optimizer.step()
+    for name, value in run.policy(device="cpu").model.state_dict().items():
+        torch.testing.assert_close(value, weights[name].detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@NEEDS_CUPY
+@pytest.mark.parametrize("place", ["hbm", "host"])
+def test_captured_steps_learn_chunks(tmp_path: Path, chunked: dict[str, Any], place: str) -> None:
+    """Weights are those of steps that are launched one by one, and about those of a CPU."""
+    chunked |= {"train.steps": 40, "train.precision": "fp32", "evaluate.episodes": 0}
+    on_gpu = {"train.device": "cuda", "loader.engine": "on", "loader.placement": place}
+    states = []
+    for name, more in {
+        "graph": on_gpu | {"train.graph": "on"},
+        "eager": on_gpu | {"train.graph": "off"},
+        "cpu": {},
+    }.items():
+        run = go.train("smoke", chunked | more, out=tmp_path / name, quiet=True)
+        states.append(run.policy(device="cpu").model.state_dict())
+    for name, value in states[0].items():
+        torch.testing.assert_close(value, states[1][name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(value, states[2][name], rtol=1e-2, atol=1e-3)
+
+
+def test_the_model_of_the_page_plays_the_mean_of_its_predictions(
+    tmp_path: Path, chunked: dict[str, Any]
+) -> None:
+    """As in ACT: weights exp(-m i), where i = 0 is the oldest prediction of a step."""
+    run = go.train("smoke", chunked | {"train.steps": 30}, out=tmp_path / "run", quiet=True)
+    report = go.evaluate(run.path, episodes=2, device="cpu", quiet=True)
+    assert report.targets[0].episodes == 2
+    policy, seen = run.policy(device="cpu"), np.random.default_rng(0).normal(size=(12, 3))
+    model, predictions = policy.model, []
+    policy.reset(0.0)
+    for step, state in enumerate(seen.astype(np.float32)):
+        predictions.append(model.chunks(torch.from_numpy(state)).detach())
+        of_step = [predictions[t][step - t] for t in range(max(0, step - 3), step + 1)]
+        weights = np.exp(-0.01 * np.arange(len(of_step)))
+        weights /= weights.sum()
+        expected = sum(w * float(a) for w, a in zip(weights, of_step, strict=True))
+        assert float(policy.act(state[None])[0, 0]) == pytest.approx(expected, abs=1e-5)
+        policy.observe_reward([0.0])
+
+
+def test_a_model_is_refused_that_does_not_use_them(tmp_path: Path, chunked: dict[str, Any]) -> None:
+    text = (tmp_path / "chunked.py").read_text()
+    (tmp_path / "other.py").write_text(text.replace("batch.chunk_actions).abs()", "0).abs()"))
+    other = {"model.kind": f"{tmp_path}/other.py:Chunked"}
+    with one_error("MODEL", "same for other batch.chunk_actions.*loader.chunk=null"):
+        go.train("smoke", chunked | other, out=tmp_path / "other", quiet=True)
+    with one_error("MODEL", "Chunked"):
+        go.train("smoke", chunked | {"loader.chunk": None}, out=tmp_path / "none", quiet=True)

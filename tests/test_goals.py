@@ -132,8 +132,9 @@ def test_goals_are_states_of_the_dataset(
         engines = [
             gpu_gather(loader.rows.memory, rank_batch=8, context_length=k) for k in (SPAN, 1)
         ]
-        windows, states = engines[0].gather(segments), engines[1].gather(goals).tensors()["states"]
-    same(split_steps(windows, "right", None, {"goals": states})[0], loader.batch_at(3))
+        windows, reached = engines[0].gather(segments), engines[1].gather(goals)
+    found = {"goals": reached.tensors()["states"]}
+    same(split_steps(windows, "right", None, found)[0], loader.batch_at(3))
 
 
 LAW = """

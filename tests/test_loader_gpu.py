@@ -127,6 +127,45 @@ def test_goals(dataset: Any, tier: str, selection: str, goals: dict[str, Any]) -
 
 @TIERS
 @SIDES
+@pytest.mark.parametrize("selection", ["uniform_steps", "min_dt", "prioritized"])
+@pytest.mark.parametrize("more", [{}, {"goals": SHARES}], ids=["chunks", "and goals"])
+def test_chunks_of_actions(
+    dataset: Any, tier: str, padding: Padding, selection: str, more: dict[str, Any]
+) -> None:
+    """Gathered behind the windows of a loader without; repeated behind an episode's end."""
+    sampler = make_sampler(selection, dataset, context_length=8)
+    shape: dict[str, Any] = {"chunk": 50, "padding": sampler.padding or padding, **more}
+    shape["batch_size"] = 5 if selection == "min_dt" else 33
+    gpu, cpu = loaders(dataset, tier, selection=selection, **shape)
+    static = selection == "uniform_steps"
+    check(gpu, cpu, blocks=60, captured=300 * static)
+    off = GearLoader(dataset, device="cuda", engine="off", context_length=8, seed=2**63 + 5,
+                     selection=selection, **shape)  # fmt: skip
+    same(off.batch_at(7), cpu.batch_at(7))
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f8", "i4", "u1", "?"])
+def test_chunks_of_actions_that_are_cast(tmp_path: Path, dtype: str) -> None:
+    columns = hopper_columns(sum(LENGTHS))
+    columns["actions"] = (abs(columns["actions"]) * 9).astype(dtype)
+    gpu, cpu = loaders(make_dataset(tmp_path, LENGTHS, columns=columns), chunk=700)
+    check(gpu, cpu, blocks=3, captured=5)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_chunks_travel_ahead(dataset: Any, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(static_batch, "AHEAD_BYTES", 0)
+    gpu, cpu = loaders(dataset, "host", chunk=50)
+    batches = gpu.static_batch(ahead=ahead)
+    assert batches.ahead is ahead and not gpu.hand_over(batches), "several fills are made anew"
+    for step in range(200):
+        batches.prepare()
+        batches.enqueue()
+        same(batches.batch, cpu.batch_at(step))
+
+
+@TIERS
+@SIDES
 @pytest.mark.parametrize("stack", [2, 4])
 def test_stacks_of_frames(images: Any, padding: Padding, tier: str, stack: int) -> None:
     gpu, cpu = loaders(images, tier, padding=padding, frame_stack=stack)

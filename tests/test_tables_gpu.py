@@ -90,6 +90,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"context_length": 6},
     {"context_length": 9, "padding": "left", "selection": "shuffled_epochs"},
     {"context_length": 5, "normalize_states": True, "extra_columns": ["terminals"]},
+    {"context_length": 3, "chunk": 20},  # every node holds all rows
 )
 
 
@@ -103,7 +104,7 @@ def main(path: str, ranks: str) -> None:
     places = ("hbm", "host") if ranks == "nodes" else ("hbm", "peer", "host")
     device, compared = rank_device("cuda"), 0
     with open_world(device, timeout=60) as world:
-        for options, place in product(OPTIONS, places):
+        for options, place in product(OPTIONS[: None if ranks == "gpus" else -1], places):
             options |= {"batch_size": 32 * world.size, "seed": 7}
             cpu = GearLoader(path, device="cpu", world=None, **options)
             rows: dict[str, Any] = {"sharding": "shard" if ranks == "nodes" else "replicate"}

@@ -15,6 +15,7 @@ from typing import cast
 
 import numpy as np
 
+from gear_offline.batches.tables.fields import ACTIONS
 from gear_offline.batches.tables.joint import TableData
 from gear_offline.batches.tables.table import TableOptions, plan_groups
 from gear_offline.config.recipe import Recipe
@@ -96,7 +97,9 @@ def make_workload(
     for group in groups:
         row = group.width * group.dtype.itemsize
         history = max((field.history for field in group.fields.values()), default=0)
-        rows, window = rows + row, window + (loader.context_length + history) * row
+        steps = loader.context_length + history
+        steps += (loader.chunk or 0) * (ACTIONS in group.fields)
+        rows, window = rows + row, window + steps * row
     memory_bytes = float(source.episodes.steps) * rows
     if data_bytes is not None:
         text = f"{text}, taken for {data_bytes:,} bytes in memory"
