@@ -260,27 +260,19 @@ class RowOpener:
         options, budget, pin = self.options, self.options.host_budget, self.device.type == "cuda"
         if budget is None:
             budget = max((available_bytes() - RESERVE_BYTES) // (2 * len(self.world.members)), 1)
-        seconds: Seconds = ()
-        if options.chunk is not None:
-            plans = [p for p in plan_groups(self.data, options.table) if ACTIONS in p.fields]
-            steps = self.data.episodes.steps + 2 * options.table.margin
-            if (nbytes := steps * plans[0].row_bytes) > budget // 2:
-                problem = f"chunk={options.chunk} keeps {size_text(nbytes)} of actions in memory, "
-                problem += f"and the budget of rows that stay on disk is {size_text(budget)}"
-                remedy = f"give host_budget={2 * nbytes} or more, or leave chunk out"
-                raise InputError("LOADER_OPTION", problem, remedy=remedy)
-            budget -= nbytes
-            _, seconds, _ = self._cpu_gathers(
-                build_table(self.data, options.table, plans=plans), None
-            )
+        plans = plan_groups(self.data, options.table) if options.chunk is not None else []
+        plans = [plan for plan in plans if ACTIONS in plan.fields]
+        rows = self.data.episodes.steps + 2 * options.table.margin
         gather = DiskGather(
             self.data,
             self.stream,
             replace(options.table, chunk=None),
             host_budget=budget,
+            kept_bytes=rows * sum(plan.row_bytes for plan in plans),
             padding=options.padding,
             pin=pin,
         )
+        _, seconds, _ = self._cpu_gathers(build_table(self.data, options.table, plans=plans), None)
         if options.placement == "auto" or pin:
             how = "into page-locked memory, and copied" if pin else "here"
             say(

@@ -275,8 +275,14 @@ def test_who_may_not_ask(tmp_path: Path) -> None:
         GearLoader(data, sharding="shard", **OPTIONS)
     with one_error("LOADER_OPTION", "chunk"):
         GearLoader(data, **OPTIONS | {"chunk": 0})
-    with one_error("LOADER_OPTION", "of actions in memory.*host_budget"):
-        GearLoader(data, placement="disk", host_budget=1000, **OPTIONS)
+    least = list[int]()
+    for size in (None, SIZE):
+        with one_error("LOADER_OPTION", "too small to keep two batches") as refusal:
+            GearLoader(data, placement="disk", host_budget=1000, **OPTIONS | {"chunk": size})
+        least.append(int(refusal.value.remedy.split("at least ")[1].split()[0]))
+    assert least[1] - least[0] == 3 * 4 * (sum(LENGTHS) + 2 * SIZE), "all actions are kept"
+    with GearLoader(data, placement="disk", host_budget=least[1], **OPTIONS) as loader:
+        check_batch(next(loader), data)
     columns = hopper_columns(sum(LENGTHS)) | {"chunk_mask": np.ones(sum(LENGTHS))}
     named = make_dataset(tmp_path / "named", LENGTHS, columns=columns)
     with one_error("LOADER_OPTION", "no extra_columns called"):

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -76,8 +77,9 @@ def share_out(
     *,
     batch: int,
     budget_bytes: int,
+    kept_bytes: int = 0,
 ) -> DiskSizes:
-    """Share a budget out: slots get the rest after everything else."""
+    """Share a budget out: slots get the rest after everything else, `kept_bytes` of others too."""
     rows, steps = options.margin, dataset.spec.steps
     row_bytes, fields = [plan.row_bytes for plan in plans], [plan.only[1] for plan in plans]
     window = [rows * field.width * field.dtype.itemsize for field in fields]
@@ -89,6 +91,7 @@ def share_out(
     guide = min(int(dataset.episodes.lengths.max()) + 2 * options.context_length, 1 << 21)
     episodes = dataset.episodes.episodes
     fixed_bytes = INDEX_BYTES * episodes + min(GUIDE_BYTES * episodes, 4 << GUIDE_BITS) + 8 * guide
+    fixed_bytes += kept_bytes
     slot_bytes = rows * sum(row_bytes) + REFERENCE_BYTES + 8
     column_bytes = [(steps + 2 * rows) * nbytes for nbytes in row_bytes]
     in_no_file = [plan.is_derived for plan in plans]
@@ -135,7 +138,7 @@ class DiskGather:
     """Fills windows of a `stream` from shards, through a bounded memory that is filled ahead.
 
     The batches are the same bits as from a table in memory.  `sizes` says how the budget is shared
-    out, `table` is over the slots.
+    out, `table` is over the slots.  `kept_bytes` of the budget are taken by somebody else.
     """
 
     def __init__(
@@ -147,11 +150,11 @@ class DiskGather:
         host_budget: int,
         padding: Padding,
         pin: bool,
+        kept_bytes: int = 0,
     ) -> None:
-        plans = plan_groups(dataset, options, apart=True)
-        self.sizes = sizes = share_out(
-            dataset, plans, options, batch=stream.rank_batch, budget_bytes=host_budget
-        )
+        plans, batch = plan_groups(dataset, options, apart=True), stream.rank_batch
+        budget: Any = {"budget_bytes": host_budget, "kept_bytes": kept_bytes}
+        self.sizes = sizes = share_out(dataset, plans, options, batch=batch, **budget)
         index = span_index(dataset, options)
         if not index.is_side_by_side:
             problem = (
