@@ -22,7 +22,7 @@ from gear_offline.kernels.gather import Windows, real_steps
 CHUNK_ACTIONS, CHUNK_MASK = "chunk_actions", "chunk_mask"
 
 
-class SecondGather(Protocol):
+class ExtraGather(Protocol):
     """Windows beside those of a batch's segments, which become extras: of goals, or of chunks."""
 
     field: str  # of the batch, whose column is gathered
@@ -32,7 +32,7 @@ class SecondGather(Protocol):
     def draw(self, first_step: int, segments: Segments) -> Segments:
         """Return the windows that belong to (T, B) segments."""
 
-    def extras(self, windows: Windows) -> dict[str, Tensor]:
+    def tensors(self, windows: Windows) -> dict[str, Tensor]:
         """Return views of the gathered windows by the name of the extra."""
 
 
@@ -56,7 +56,7 @@ class Chunks:
         chance = np.broadcast_to(np.float64(1), segments.shape)
         return Segments(episodes=episodes, starts=last, probability=chance)
 
-    def extras(self, windows: Windows) -> dict[str, Tensor]:
+    def tensors(self, windows: Windows) -> dict[str, Tensor]:
         """Return the actions (T, B, C, *A) and the mask (T, B, C) int64, 1 on real steps."""
         return {
             CHUNK_ACTIONS: windows.tensors()["actions"],

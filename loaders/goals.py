@@ -83,7 +83,7 @@ class GoalSampler:
         chance = (episodes == segments.episodes) * within + shares[RANDOM] / self._index.steps
         return Segments(episodes=episodes, starts=goals, probability=chance)
 
-    def extras(self, windows: Windows) -> dict[str, Tensor]:
+    def tensors(self, windows: Windows) -> dict[str, Tensor]:
         """Return the states (T, B, 1, *S) of windows of one step."""
         return {GOALS: windows.tensors()["states"]}
 

@@ -52,7 +52,7 @@ from gear_offline.kernels.draws import Segments, check_range
 from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.kernels.gather_gpu import GpuGather
 from gear_offline.loaders.batch import Batch, split_steps
-from gear_offline.loaders.chunks import CHUNK_ACTIONS, CHUNK_MASK, SecondGather
+from gear_offline.loaders.chunks import CHUNK_ACTIONS, CHUNK_MASK, ExtraGather
 from gear_offline.loaders.goals import GOALS, GoalSampler
 from gear_offline.loaders.options import (
     LoaderOptions,
@@ -338,9 +338,9 @@ class GearLoader(Closing, Iterator[Batch]):
         return self.rows.gather if isinstance(self.rows.gather, GpuGather) else None
 
     @property
-    def seconds(self) -> list[tuple[SecondGather, GpuGather]]:
+    def extra_gathers(self) -> list[tuple[ExtraGather, GpuGather]]:
         """What the GPU gathers beside windows: goals, chunks."""
-        return [pair for pair in self.rows.seconds if isinstance(pair[1], GpuGather)]  # type: ignore[misc]
+        return [pair for pair in self.rows.extra_gathers if isinstance(pair[1], GpuGather)]  # type: ignore[misc]
 
     @property
     def window(self) -> Window:
@@ -444,7 +444,7 @@ class GearLoader(Closing, Iterator[Batch]):
             task_bounds=self._task_bounds,
             windows=windows,
             writer=self._writer(engine),
-            seconds=self.seconds,
+            extra_gathers=self.extra_gathers,
             live=live,
         )
 
@@ -463,8 +463,8 @@ class GearLoader(Closing, Iterator[Batch]):
         rows = self.rows
         if engine.draws:
             return None
-        seconds = [second for second, _ in rows.seconds]
-        return SegmentWriter(rows.segments, rows.block_steps, self.world, seconds)
+        extra_gathers = [extra for extra, _ in rows.extra_gathers]
+        return SegmentWriter(rows.segments, rows.block_steps, self.world, extra_gathers)
 
     def model_inputs(self) -> Iterator[dict[str, Tensor]]:
         """Iterate, from the same position, over dictionaries for a Hugging Face ``Trainer``."""

@@ -42,7 +42,7 @@ from gear_offline.kernels.columns import ColumnGroup, GroupAddresses
 from gear_offline.kernels.draws import Segments
 from gear_offline.kernels.gather import CpuGather, Windows
 from gear_offline.kernels.gather_gpu import GpuGather
-from gear_offline.loaders.chunks import Chunks, SecondGather
+from gear_offline.loaders.chunks import Chunks, ExtraGather
 from gear_offline.loaders.goals import GoalSampler
 from gear_offline.loaders.options import LoaderOptions
 from gear_offline.loaders.segments import LocalSegments, Ring, ShardedSegments
@@ -67,9 +67,9 @@ BLOCK_STEPS = 256  # at most: Python's collector takes twice as long a batch whe
 
 RankSegments = LocalSegments | ShardedSegments
 Gather = CpuGather | GpuGather
-Seconds = tuple[tuple[SecondGather, Gather], ...]  # goals, chunks, and what gathers them
+ExtraGathers = tuple[tuple[ExtraGather, Gather], ...]  # goals, chunks, and what gathers them
 # Of windows, of what goes with them, and what the rows lie in.
-Gathers = tuple["Gather", "Seconds", "Table | PlacedTable"]
+Gathers = tuple["Gather", "ExtraGathers", "Table | PlacedTable"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +81,7 @@ class MemoryRows:
     block_steps: int
     device: torch.device
     gather: Gather
-    seconds: Seconds
+    extra_gathers: ExtraGathers
 
     def windows(self, first_step: int, steps: int, *, ahead: bool) -> Windows:
         """Return the (steps, B, K, ...) windows of consecutive steps, on the loader's device.
@@ -99,7 +99,7 @@ class MemoryRows:
         else:
             windows = gather.gather(segments, block.landing)
         windows = _with_counts(windows, segments)
-        windows = _with_seconds(windows, self.seconds, first_step, segments)
+        windows = _with_extras(windows, self.extra_gathers, first_step, segments)
         if isinstance(gather, GpuGather) and not self.segments.in_stream:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(gather.device))
@@ -120,7 +120,7 @@ class DiskRows:
     block_steps: int
     gather: DiskGather
     device: torch.device
-    seconds: Seconds  # of chunks, whose actions are in memory whole
+    extra_gathers: ExtraGathers  # of chunks, whose actions are in memory whole
 
     def windows(self, first_step: int, steps: int, *, ahead: bool) -> Windows:
         if ahead:
@@ -130,7 +130,7 @@ class DiskRows:
         episodes, starts = windows.segments.numpy().T.swapaxes(1, 2)
         chances = np.broadcast_to(np.float64(1), starts.shape)
         segments = Segments(episodes=episodes, starts=starts, probability=chances)
-        windows = _with_seconds(windows, self.seconds, first_step, segments)
+        windows = _with_extras(windows, self.extra_gathers, first_step, segments)
         return _move_windows(windows, self.device)
 
     def close(self) -> None:
@@ -149,13 +149,13 @@ def _with_counts(windows: Windows, segments: Segments) -> Windows:
     return windows
 
 
-def _with_seconds(
-    windows: Windows, seconds: Seconds, first_step: int, segments: Segments
+def _with_extras(
+    windows: Windows, extra_gathers: ExtraGathers, first_step: int, segments: Segments
 ) -> Windows:
     """Return windows with what is gathered beside them, (T, B, any, ...), as further fields."""
-    for second, rows in seconds:
-        gathered = rows.gather(second.draw(first_step, segments))
-        for name, values in second.extras(gathered).items():
+    for extra, rows in extra_gathers:
+        gathered = rows.gather(extra.draw(first_step, segments))
+        for name, values in extra.tensors(gathered).items():
             shape = tuple(values.shape[3:])
             windows = windows.with_field(EXTRA + name, values.contiguous(), shape)
     return windows
@@ -187,10 +187,10 @@ class RowOpener:
         return None if self._index.histories is None else self._index.reach
 
     @cached_property
-    def _seconds(self) -> list[SecondGather]:
+    def _extra_gathers(self) -> list[ExtraGather]:
         """What is gathered beside windows."""
         span, chunk = self.options.context_length, self.options.chunk
-        goals: list[SecondGather] = [] if self.goals is None else [self.goals]
+        goals: list[ExtraGather] = [] if self.goals is None else [self.goals]
         return goals if chunk is None else [*goals, Chunks(self._index, span, chunk)]
 
     def open(self) -> Rows:
@@ -211,11 +211,11 @@ class RowOpener:
         opened: Gathers | None = None
         if device.type == "cuda" and options.engine != "off" and self.world.feeds:
             opened = self._gpu_gathers(build, local)
-        gather, seconds, memory = opened or self._cpu_gathers(build(), local)
+        gather, extra_gathers, memory = opened or self._cpu_gathers(build(), local)
         if ring is None:
             segments: RankSegments = LocalSegments(self.stream)
             window = window_bytes(gather.groups, options.context_length)
-            window += sum(window_bytes(rows.groups, each.steps) for each, rows in seconds)
+            window += sum(window_bytes(rows.groups, each.steps) for each, rows in extra_gathers)
             steps = self._block_steps(window, self._limits)
         else:
             engine = gather if isinstance(gather, GpuGather) else None
@@ -223,7 +223,7 @@ class RowOpener:
             steps = ring.pass_steps
         if isinstance(gather, GpuGather):
             device = gather.device
-        return MemoryRows(memory, segments, steps, device, gather, seconds)
+        return MemoryRows(memory, segments, steps, device, gather, extra_gathers)
 
     def _disk_reason(self) -> str | None:
         """Return the reason why the rows stay on disk, or None where they come into memory."""
@@ -272,7 +272,9 @@ class RowOpener:
             padding=options.padding,
             pin=pin,
         )
-        _, seconds, _ = self._cpu_gathers(build_table(self.data, options.table, plans=plans), None)
+        _, extra_gathers, _ = self._cpu_gathers(
+            build_table(self.data, options.table, plans=plans), None
+        )
         if options.placement == "auto" or pin:
             how = "into page-locked memory, and copied" if pin else "here"
             say(
@@ -281,13 +283,13 @@ class RowOpener:
                 f"the CPU gathers batches {how}"
             )
         window = window_bytes(gather.table.groups, options.context_length)
-        window += sum(window_bytes(rows.groups, each.steps) for each, rows in seconds)
+        window += sum(window_bytes(rows.groups, each.steps) for each, rows in extra_gathers)
         sizes, limits = gather.sizes, CPU_LIMITS
         segments = min(sizes.handout, limits.segments)
         nbytes = min(sizes.output_bytes, limits.nbytes)
         steps = self._block_steps(window, limits._replace(segments=segments, nbytes=nbytes))
         local = LocalSegments(self.stream)
-        return DiskRows(gather.table, local, steps, gather, self.device, seconds)
+        return DiskRows(gather.table, local, steps, gather, self.device, extra_gathers)
 
     @property
     def _limits(self) -> Limits:
@@ -304,7 +306,7 @@ class RowOpener:
     def _make_ring(self) -> Ring | None:
         """Return the share and landing rows of this rank; None where each node holds all rows."""
         options = self.options
-        is_whole = bool(self._seconds) or options.span == "history"
+        is_whole = bool(self._extra_gathers) or options.span == "history"
         sharding = "replicate" if is_whole else options.sharding
         share = choose_share(self.data, self.stream.selection, self.world, options.table, sharding)
         if share is None:
@@ -350,12 +352,12 @@ class RowOpener:
         make = partial(CpuGather, pin=self.device.type != "cpu")
         padding, reach = self.options.padding, self._reach
         gather = make(table.groups, *rows, context_length=span, padding=padding, reach=reach)
-        seconds = list[tuple[SecondGather, Gather]]()
-        for each in self._seconds:
+        extra_gathers = list[tuple[ExtraGather, Gather]]()
+        for each in self._extra_gathers:
             groups = [group for group in table.groups if _has(group, each.field)]
             gathered = make(groups, *rows, context_length=each.steps, repeat=each.repeat)
-            seconds.append((each, gathered))
-        return gather, tuple(seconds), table
+            extra_gathers.append((each, gathered))
+        return gather, tuple(extra_gathers), table
 
     def _gpu_gathers(self, build: Callable[[], Table], local: BoolArray | None) -> Gathers | None:
         """Place the table and return the GPU's gathers, as `Gathers`, and the copy.
@@ -364,7 +366,7 @@ class RowOpener:
         `local`, (E,): the episodes that the table has, if not all.
         """
         options, selection = self.options, self.stream.selection
-        draw = selection.gpu if local is None and not self._seconds else None
+        draw = selection.gpu if local is None and not self._extra_gathers else None
         try:
             if draw is not None and draw.tree is not None:
                 draw.tree(self.device)  # the table takes what is left
@@ -391,12 +393,12 @@ class RowOpener:
                 first_slot=self.stream.first_slot,
                 global_batch=self.stream.global_batch,
             )
-            seconds = list[tuple[SecondGather, Gather]]()
-            for each in self._seconds:
+            extra_gathers = list[tuple[ExtraGather, Gather]]()
+            for each in self._extra_gathers:
                 rows = [row for row in groups if _has(row.group, each.field)]
                 gathered = make(rows, context_length=each.steps, repeat=each.repeat)
-                seconds.append((each, gathered))
-            return engine, tuple(seconds), placed
+                extra_gathers.append((each, gathered))
+            return engine, tuple(extra_gathers), placed
         except GearError as error:
             if options.engine == "on" or options.placement != "auto":
                 raise

@@ -17,7 +17,7 @@ from gear_offline.loaders.batch import Batch, split_steps
 
 if TYPE_CHECKING:
     from gear_offline.distributed.world import World
-    from gear_offline.loaders.chunks import SecondGather
+    from gear_offline.loaders.chunks import ExtraGather
     from gear_offline.loaders.segments import LocalSegments, ShardedSegments
 
 AHEAD_BYTES = 8 << 20  # of a batch from host memory: smaller ones are there in no time
@@ -37,7 +37,7 @@ class StaticBatch:
 
     The batch, its goals and its chunks lie in `windows` if given, of the layout of
     `GpuGather.allocate`.  Where the engine does not draw, `writer` draws segments on the host, and
-    those of `seconds`, which are gathered, too.  The engine of a `live` batch may change: `adopt`.
+    those of `extra_gathers` too.  The engine of a `live` batch may change: `adopt`.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class StaticBatch:
         task_bounds: Tensor | None = None,
         windows: Sequence[Windows] = (),
         writer: SegmentWriter | None = None,
-        seconds: Sequence[tuple[SecondGather, GpuGather]] = (),
+        extra_gathers: Sequence[tuple[ExtraGather, GpuGather]] = (),
         live: bool = False,
     ) -> None:
         self._writer, ring = writer, 0 if writer is None else writer.ring
-        engines = [engine, *(gather for _, gather in seconds)]
+        engines = [engine, *(gather for _, gather in extra_gathers)]
         targets: Any = windows or [None] * len(engines)
         fills = [
             StaticFill(each, chances=learns, windows=target, ring=ring, live=live)
@@ -73,7 +73,9 @@ class StaticBatch:
                 each.limit_blocks(AHEAD_BLOCKS)
         self._fills = fills
         first_windows, *more = (each.map(lambda t: t[None]) for each in self._windows)
-        (self.batch,) = split_steps(first_windows, padding, task_bounds, _extras(seconds, more))
+        (self.batch,) = split_steps(
+            first_windows, padding, task_bounds, _extras(extra_gathers, more)
+        )
         self._stream: Any = None
         if self.ahead:
             device = self.batch.device
@@ -177,16 +179,16 @@ class SegmentWriter:
         segments: LocalSegments | ShardedSegments,
         block_steps: int,
         world: World,
-        seconds: Sequence[SecondGather] = (),
+        extra_gathers: Sequence[ExtraGather] = (),
     ) -> None:
         self._segments, self._block_steps, self._world = segments, block_steps, world
-        self._seconds = seconds
+        self._extra_gathers = extra_gathers
         self.ring = 2 * block_steps
         self._first = self._end = -1
         self._before: Any = None
 
     def write(self, fills: Sequence[StaticFill], step: int) -> None:
-        """Return when the segments of `step` are written, each second gather's to its own fill."""
+        """Return when the segments of `step` are written, each extra gather's to its own fill."""
         if self._first <= step < self._end:
             return
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -199,39 +201,39 @@ class SegmentWriter:
         self._segments.release(event)
         block = self._segments.draw(step, self._block_steps)
         fills[0].write(step, block.segments, block.landing)
-        for fill, second in zip(fills[1:], self._seconds, strict=True):
-            fill.write(step, second.draw(step, block.segments))
+        for fill, extra in zip(fills[1:], self._extra_gathers, strict=True):
+            fill.write(step, extra.draw(step, block.segments))
         self._first, self._end = step, step + self._block_steps
 
 
 def side_by_side(
     engine: GpuGather,
-    seconds: Sequence[tuple[SecondGather, GpuGather]],
+    extra_gathers: Sequence[tuple[ExtraGather, GpuGather]],
     count: int,
     padding: Padding,
 ) -> tuple[list[list[Windows]], Batch]:
     """Return windows for `count` batches that lie one after another, and all as one batch.
 
-    `engine` gathers the windows of a batch, `seconds` what goes with them.
+    `engine` gathers the windows of a batch, `extra_gathers` what goes with them.
     """
-    engines, size = [engine, *(gather for _, gather in seconds)], engine.rank_batch
+    engines, size = [engine, *(gather for _, gather in extra_gathers)], engine.rank_batch
     blocks = [engine.allocate((count * size,)) for engine in engines]
     slices = [
         [block.map(lambda t, n=n: t[n * size : (n + 1) * size]) for block in blocks]  # type: ignore[misc]
         for n in range(count)
     ]
     first, *more = (block.map(lambda t: t[None]) for block in blocks)
-    (batch,) = split_steps(first, padding, None, _extras(seconds, more))
+    (batch,) = split_steps(first, padding, None, _extras(extra_gathers, more))
     return slices, batch
 
 
 def _extras(
-    seconds: Sequence[tuple[SecondGather, GpuGather]], gathered: Sequence[Windows]
+    extra_gathers: Sequence[tuple[ExtraGather, GpuGather]], gathered: Sequence[Windows]
 ) -> dict[str, Tensor]:
-    """Return the extras of second gathers, by name."""
+    """Return what extra gathers have gathered, by the names of extras."""
     extras = dict[str, Tensor]()
-    for (second, _), windows in zip(seconds, gathered, strict=True):
-        extras |= second.extras(windows)
+    for (extra, _), windows in zip(extra_gathers, gathered, strict=True):
+        extras |= extra.tensors(windows)
     return extras
 
 

@@ -261,7 +261,12 @@ def test_a_batch_that_stays_has_chunks(kernels: Any, tmp_path: Path) -> None:
         engine, rows = (gpu_gather(table, context_length=k, rank_batch=8, repeat=k == SIZE)
                         for k in (3, SIZE))  # fmt: skip
         batches = StaticBatch(
-            engine, padding="right", step=3, writer=writer, seconds=[(chunks, rows)], live=False
+            engine,
+            padding="right",
+            step=3,
+            writer=writer,
+            extra_gathers=[(chunks, rows)],
+            live=False,
         )
         for step in range(3, 9):
             batches.prepare()

@@ -120,9 +120,9 @@ def test_a_static_batch_holds_goals(kernels: Any, table: Table) -> None:
         engine, goals = (
             gpu_gather(table, context_length=span, rank_batch=BATCH) for span in (SPAN, 1)
         )
-        second: Any = SimpleNamespace(extras=lambda found: {"goals": found.tensors()["states"]})
+        second: Any = SimpleNamespace(tensors=lambda found: {"goals": found.tensors()["states"]})
         pairs = [(second, goals)]
-        batches = StaticBatch(engine, padding="right", step=3, writer=writer, seconds=pairs)
+        batches = StaticBatch(engine, padding="right", step=3, writer=writer, extra_gathers=pairs)
         for step in range(3, 9):
             batches.prepare()
             batches.begin()

@@ -168,7 +168,7 @@ class CapturedStack:
         loader = learners[0].loader
         assert loader.engine is not None, "the GPU makes the batches of captured steps"
         shape = len(learners), loader.padding
-        places, self._batch = side_by_side(loader.engine, loader.seconds, *shape)
+        places, self._batch = side_by_side(loader.engine, loader.extra_gathers, *shape)
         self._parts: list[RunPart] = []
         for learner, place in zip(learners, places, strict=True):
             known = self._parts[0].fill_seconds if self._parts else None
