@@ -31,6 +31,7 @@ from tests.support import ROOT, hopper_columns, make_dataset, one_error
 from tests.task_support import join, make_parts
 from tests.test_docs import blocks
 from tests.test_gather import GATHERS, device
+from tests.test_growing import episodes, grow
 from tests.test_histories import convert_histories, follow
 
 LENGTHS = [6, 1, 9, 3, 40]
@@ -200,6 +201,19 @@ def test_over_histories_a_chunk_ends_with_its_episode(
     for batch, _ in zip(loader, range(20), strict=False):
         check_batch(batch, data, data.histories.tolist())
     loader.close()
+
+
+def test_of_data_that_grow(tmp_path: Path) -> None:
+    """Episodes that go on in histories lie elsewhere than behind those before them."""
+    path, shape = tmp_path / "grows", OPTIONS | {"context_length": 12, "batch_size": 200}
+    before = GearLoader(convert_histories(path), span="history", **shape)
+    for number, history in enumerate([3, 7, 99, 7]):
+        go.Appender(path, history=history).append(episodes([4 + number, 2], number))
+    grow(path, 1)
+    grown = go.open_dataset(path)
+    assert grown.histories is not None and len(grown) > len(before.dataset.episodes.lengths)
+    check_batch(next(GearLoader(grown, span="history", **shape)), grown, grown.histories.tolist())
+    check_batch(next(GearLoader(grown, **shape)), grown)
 
 
 def test_beside_frames_goals_and_tasks(tmp_path: Path) -> None:
