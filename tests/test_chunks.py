@@ -383,10 +383,18 @@ def test_captured_steps_learn_chunks(tmp_path: Path, chunked: dict[str, Any], pl
         torch.testing.assert_close(value, states[2][name], rtol=1e-2, atol=1e-3)
 
 
-def test_the_model_of_the_page_plays_the_mean_of_its_predictions(
-    tmp_path: Path, chunked: dict[str, Any]
+@pytest.mark.parametrize("at_once", [None, 3])
+def test_the_model_of_the_page_plays_its_predictions(
+    tmp_path: Path, chunked: dict[str, Any], at_once: int | None
 ) -> None:
-    """As in ACT: weights exp(-m i), where i = 0 is the oldest prediction of a step."""
+    """As in ACT: weights exp(-m i), where i = 0 is the oldest prediction of a step; or in turn."""
+    file = tmp_path / "chunked.py"
+    if at_once is not None:
+        whole, turn = file.read_text(), "window.last(window.timesteps)[:, None] % n"
+        assert f"age == {turn}" in (ROOT / "docs" / "how-to" / "own-model.md").read_text()
+        chosen = f"(age == {turn})[..., None]".replace("% n", f"% {at_once}")
+        head = whole[: whole.index("        weight = ")]
+        file.write_text(f"{head}        return (actions * {chosen}).sum(1)\n")
     run = go.train("smoke", chunked | {"train.steps": 30}, out=tmp_path / "run", quiet=True)
     report = go.evaluate(run.path, episodes=2, device="cpu", quiet=True)
     assert report.targets[0].episodes == 2
@@ -399,6 +407,8 @@ def test_the_model_of_the_page_plays_the_mean_of_its_predictions(
         weights = np.exp(-0.01 * np.arange(len(of_step)))
         weights /= weights.sum()
         expected = sum(w * float(a) for w, a in zip(weights, of_step, strict=True))
+        if at_once is not None:
+            expected = float(predictions[step - step % at_once][step % at_once])
         assert float(policy.act(state[None])[0, 0]) == pytest.approx(expected, abs=1e-5)
         policy.observe_reward([0.0])
 
