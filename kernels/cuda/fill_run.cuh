@@ -94,8 +94,9 @@ GEAR_CODE void name_run(const Job& job, i64 base, int count, const Segment& segm
     }
 }
 
-// For many short windows without a history or repeated rows: a warp takes `per_warp` segments (up to 32), each drawn
-// by a lane of its own, so that the chain of loads behind a draw is waited for once for all of them.
+// For many short windows without a history or repeated rows: a warp takes `per_warp` segments (up
+// to 32), each drawn by a lane of its own, so that the chain of loads behind a draw is waited for
+// once for all of them.
 template <bool EVERY>
 GEAR_CODE void run_many(const Job& job) {
     u64 step = read_step(job);
