@@ -125,6 +125,24 @@ class DeviceFeedback(SegmentFeedback):
             yield
 
 
+class PieceFeedback(SegmentFeedback):
+    """Feedback of a batch that comes in pieces of `size` segments, in their order."""
+
+    def __init__(self, whole: SegmentFeedback, size: int) -> None:
+        self._whole, self._losses = whole, list[Tensor]()
+        self._weights = iter(whole.importance().view(-1, size).unbind())
+
+    def importance(self) -> Tensor:
+        return next(self._weights)
+
+    def update(self, batch: Batch, losses: Tensor) -> None:
+        self._losses.append(losses.detach())
+
+    def finish(self, batch: Batch) -> None:
+        """Give the sampler the losses of the whole batch."""
+        self._whole.update(batch, torch.cat(self._losses))
+
+
 def _learning(loader: GearLoader) -> Prioritized:
     """Return the loader's sampler that learns, or refuse it."""
     if loader.loss_sampler is None:

@@ -100,6 +100,15 @@ class Recipe(Section):
             yield f"{rule}, got {train.accumulate}"
         if train.deterministic and train.compile == "on":
             yield "train.compile=on (it times kernels) and train.deterministic exclude each other"
+        if train.deterministic == "ranks":
+            others = {
+                "train.parallel=fsdp": train.parallel == "fsdp",
+                "train.accumulate (a batch is computed in pieces)": train.accumulate > 1,
+                "train.precision=fp8": train.precision == "fp8",
+                "loader.sharding=shard": loader.sharding == "shard",
+            }
+            for option in (option for option, holds in others.items() if holds):
+                yield f"{option} and train.deterministic=ranks exclude each other"
         is_short = model.max_timestep is not None and model.max_timestep < loader.context_length
         if is_short and loader.span == "episode":
             need = f"at least loader.context_length ({loader.context_length})"

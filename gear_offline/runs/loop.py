@@ -41,6 +41,7 @@ from gear_offline.runs.trackers import trackings
 from gear_offline.runs.writer import RunWriter
 from gear_offline.training.gradients import check_micro_batches
 from gear_offline.training.learner import Learner
+from gear_offline.training.pieces import check_pieces
 from gear_offline.training.saving import Saver, restore
 from gear_offline.training.seeding import deterministic, own_random
 from gear_offline.training.stack import make_step
@@ -75,6 +76,8 @@ def train_run(
         quiet = quiet or not world.is_first
         # what can be refused before the data are read, or made
         check_micro_batches(world.rank_batch(recipe.loader.batch_size), recipe.train.accumulate)
+        if recipe.train.deterministic == "ranks":
+            check_pieces(recipe.loader.batch_size, world.size)
         directory = world.lead(lambda: held.enter_context(RunDirectory(path, resume=resume)))
         past = world.lead(lambda: find_past(path, start))
         settled = world.lead(lambda: settle(recipe, device, past).to_dict())
@@ -109,7 +112,7 @@ def train_run(
 def run_settings(recipe: Recipe) -> Iterator[None]:
     """Set torch's CPU threads and kernels to a recipe's while inside."""
     settings = recipe.train
-    with torch_threads(settings.threads), deterministic(settings.deterministic):
+    with torch_threads(settings.threads), deterministic(bool(settings.deterministic)):
         yield
 
 

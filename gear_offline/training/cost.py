@@ -80,6 +80,8 @@ def cpu_threads(recipe: Recipe) -> int:
     step gains nothing by a second one.
     """
     flops = recipe_flops(recipe, recipe.loader.batch_size) or 0.0
+    if recipe.train.deterministic == "ranks":
+        return 1  # on any number of ranks, for which torchrun sets the variable
     if os.environ.get("OMP_NUM_THREADS"):
         return torch.get_num_threads()
     most = 1 if flops < ONE_THREAD_FLOPS else MOST_THREADS

@@ -77,7 +77,8 @@ def capture_obstacle(
     reasons = {
         "train.graph=off": train.graph == "off",
         "graphs of several ranks need replicas": ranks > 1 and sharded,
-        "the ranks tell each other the losses of segments": ranks > 1 and learns,
+        "the ranks tell each other the losses of segments": learns
+        and (ranks > 1 or train.deterministic == "ranks"),
         "a batch is computed in micro-batches (train.accumulate)": train.accumulate > 1,
         "blocks are computed twice (train.recompute)": train.recompute,
         "batches are not made by the GPU (loader.engine)": not gathers,
@@ -184,9 +185,12 @@ def warm_up(run: Callable[[], None], device: torch.device) -> None:
     torch.set_rng_state(cpu_random)
 
 
-def capture(run: Callable[[], None]) -> Any:
-    """Return a CUDA graph of what `run` launches."""
+def capture(run: Callable[[], None], generators: Sequence[torch.Generator] = ()) -> Any:
+    """Return a CUDA graph of what `run` launches; `generators` are those it draws from, if others
+    than torch's own."""
     graph = torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)
     with capturing(graph, _own_stream()):
         run()
     return graph

@@ -135,6 +135,8 @@ class Learner:
         if self.growing is not None and self.world.size == 1:
             assert isinstance(dataset, Dataset), "data of several tasks do not grow"
             table = self._table.grow(dataset, loader_options(recipe, dataset))
+        # spread rows are shared by who has them, pieces of a batch by their order
+        whole: Any = {"sharding": "replicate"} if recipe.train.deterministic == "ranks" else {}
         loader = GearLoader.of_recipe(
             recipe,
             dataset=dataset,
@@ -142,6 +144,7 @@ class Learner:
             start_step=step,
             device=self.device,
             world=self.world,
+            **whole,
         )
         del table  # the loader has got it
         return loader

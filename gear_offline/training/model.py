@@ -128,6 +128,10 @@ def make_training_model(
             narrow=narrow,
             recompute=recipe.train.recompute,
         )
+        if trial.counts and recipe.train.deterministic == "ranks":
+            problem = "what its losses keep in Python differs from rank to rank"
+            remedy = "change buffers in after_step(), or use train.deterministic=true"
+            raise InputError("MODEL", problem, recipe.model.kind, remedy)
         model.sees_timesteps = trial.sees_timesteps
     for name, parameter in model.named_parameters():
         if name in trial.unreached:

@@ -59,6 +59,8 @@ def choose_parallel(
     train = recipe.train
     if train.parallel == "ddp":
         return Parallel("ddp", "DDP, as the recipe says")
+    if train.deterministic == "ranks":
+        return Parallel("ddp", "replicas: train.deterministic=ranks")
     on_gpu, reason = device.type == "cuda", "FSDP, as the recipe says"
     free = min(world.gather(int(torch.cuda.mem_get_info(device)[0]))) if on_gpu else 0
     share = recipe.loader.batch_size // world.size

@@ -51,6 +51,7 @@ def why_not_stacked(recipe: Recipe, sizes: ModelSizes, *, learns: bool) -> str |
         f"model.kind={model.kind} is trained alone": not model.stacks,
         "batches are computed in micro-batches (train.accumulate)": train.accumulate > 1,
         "blocks are computed twice (train.recompute)": train.recompute,
+        "a batch is computed in pieces (train.deterministic)": train.deterministic == "ranks",
         "batches are left out (train.skip)": train.skip,
         "steps run on a bfloat16 copy of the weights (train.weights)": train.weights != "fp32",
         "products are in 8 bits (train.precision)": train.precision == "fp8",

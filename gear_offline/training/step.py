@@ -21,6 +21,7 @@ from gear_offline.training.cost import is_compiled
 from gear_offline.training.gradients import GradientPass
 from gear_offline.training.graph import RankGradients, capture, warm_up
 from gear_offline.training.learner import Learner
+from gear_offline.training.pieces import PieceGradients
 from gear_offline.training.seeding import seed_host
 
 
@@ -48,7 +49,7 @@ class EagerStep(Step):
 
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
-        self._gradients: GradientPass | None = None  # made by the first step
+        self._gradients: GradientPass | PieceGradients | None = None  # made by the first step
         self._loader: GearLoader | None = None  # of the last step
 
     def run(self) -> Mapping[Learner, GearError]:
@@ -60,6 +61,8 @@ class EagerStep(Step):
                 if learner.loader.loss_sampler is not None:
                     gradients.feedback = LossFeedback(learner.loader)
             seed_host(learner.recipe.seed, learner.world.rank, learner.step)
+            if isinstance(gradients, PieceGradients):
+                gradients.seed(learner.step)
             batch = learner.begin_step()
             with learner.world.guard("training"):
                 loss = gradients(batch)
@@ -68,8 +71,11 @@ class EagerStep(Step):
                 learner.finish_step(loss)
         return {}
 
-    def _make_gradients(self) -> GradientPass:
+    def _make_gradients(self) -> GradientPass | PieceGradients:
         learner, train = self.learner, self.learner.recipe.train
+        if train.deterministic == "ranks":
+            alone = GradientPass(learner.working, World(), precision=learner.precision)
+            return PieceGradients(learner, alone, captured=False)
         return GradientPass(
             learner.working,
             learner.world,
@@ -77,7 +83,7 @@ class EagerStep(Step):
             compiled=is_compiled(train) and learner.device.type == "cuda",
             accumulate=train.accumulate,
             precision=learner.precision,
-            fixed_buckets=train.deterministic,
+            fixed_buckets=bool(train.deterministic),
         )
 
 
@@ -110,35 +116,42 @@ class GraphStep(Step):
     def replay(self) -> None:
         """Launch the next step; returns at once."""
         self._part.batches.prepare()
+        if self._pieces is not None:
+            self._pieces.seed(self.learner.step)
         self._part.graph.replay()
 
     def capture(self) -> None:
         """Capture the step, of a part whose kernels have run before."""
-        self._part.finish_capture(capture(self._run))
+        generators = [] if self._pieces is None else self._pieces.generators
+        self._part.finish_capture(capture(self._run, generators))
 
     def _capture(self) -> None:
         learner, world, feedback = self.learner, self.learner.world, None
         part = self._part = learner.join()
         if learner.loader.loss_sampler is not None:
             feedback = DeviceFeedback(learner.loader, part.batches)
-        self._gradients = GradientPass(  # of this rank alone
+        alone = GradientPass(  # of this rank
             learner.working,
             World(),
             compiled=is_compiled(learner.recipe.train),
             feedback=feedback,
             precision=learner.precision,
         )
+        self._pieces: PieceGradients | None = None
         self._ranks: RankGradients | None = None
-        if world.size > 1:
+        if learner.recipe.train.deterministic == "ranks":
+            self._pieces = PieceGradients(learner, alone, captured=True)
+        elif world.size > 1:
             divisor = float(part.batches.batch.attention_mask.numel())
             self._ranks = RankGradients(part.optimizer.working, world=world, divisor=divisor)
+        self._gradients = self._pieces or alone
         buffers = [(buffer, buffer.clone()) for buffer in self._gradients.buffers]
         with contextlib.nullcontext() if feedback is None else feedback.pause_updates():
             warm_up(self._rehearse, learner.device)
         for buffer, before in buffers:
             buffer.copy_(before)
         part.optimizer.zero_gradients()
-        if self._ranks is not None:
+        if world.size > 1:
             torch.cuda.synchronize()
             world.gather(None)  # nobody captures while others still connect
         self.capture()

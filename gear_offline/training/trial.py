@@ -55,6 +55,7 @@ class Trial:
     remarks: tuple[str, ...] = ()  # a line each
     sees_timesteps: bool = True  # while it acts
     freezes: str | None = None  # the reason not to capture its steps as a CUDA graph
+    counts: bool = False  # numbers in Python change by its losses
 
 
 def try_model(
@@ -116,11 +117,12 @@ class _Trier:
                 problem = "its losses are the same for other batch.chunk_actions, of loader.chunk"
                 raise self._fault(problem, "use them in losses(batch), or use loader.chunk=null")
         reason = f"its losses draw from {' and '.join(sorted(self.drawn))}" if self.drawn else None
+        counts = False
         self.counts = _differing(_attributes(self.fresh), _attributes(self.tried))
         if self.counts:
             held = dict(self.fresh.named_buffers())  # of which a graph has the changes
             if frozen := [name for name in self.counts if name not in held]:
-                reason = f"Python counts in {frozen[0]}"
+                reason, counts = f"Python counts in {frozen[0]}", True
             remark = (
                 f"changes {', '.join(self.counts[:5])} from step to step, and no checkpoint has "
             )
@@ -128,7 +130,7 @@ class _Trier:
                 f"{remark}such an attribute: make it a buffer that is saved, register_buffer"
             )
         elif any(_apart(first[name], after[name], EXACT) for name in first):
-            reason = "its losses change by what is in Python"
+            reason, counts = "its losses change by what is in Python", True
             remark = "has other losses for the same batch, weights and seed: keep what changes in "
             self._remark(f"{remark}buffers, and draw by torch, numpy.random or random")
         parameters = self.fresh.named_parameters()
@@ -136,6 +138,7 @@ class _Trier:
             names=tuple(first) if len(first) > 1 else (),
             unreached=frozenset(n for n, p in parameters if p.requires_grad and p.grad is None),
             freezes=reason and f"{reason}: numbers of Python are the same in each replay",
+            counts=counts,
         )
 
     def ask_act(self) -> None:
