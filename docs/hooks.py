@@ -146,7 +146,8 @@ def accepted(schema: Any) -> str:
     words = []
     for each in schema.get("anyOf", schema.get("oneOf", [schema])):
         if "enum" in each or "const" in each:
-            words += [f"`{value}`" for value in each.get("enum", [each.get("const")])]
+            values = each.get("enum", [each.get("const")])
+            words += [f"`{v if isinstance(v, str) else json.dumps(v)}`" for v in values]
             continue
         kind = TYPES.get(each.get("type"), "sections")
         if "cuda" in each.get("pattern", ""):

@@ -468,6 +468,22 @@ def odd(facts):
         go.train("smoke", changes, out="run", quiet=True)
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (("", ""), "its passes change buffers"),
+        (("hidden = self.hidden(batch)", "self.seen = 1 + vars(self).get('seen', 0)"), "in Python"),
+    ],
+)
+def test_a_model_whose_passes_leave_traces_has_no_bits_of_all_ranks(
+    own: Path, change: tuple[str, str], told: str
+) -> None:
+    first, then = change
+    (own / "net.py").write_text(NET.replace(first, f"{first}\n        {then}") if first else NET)
+    with one_error("MODEL", told):
+        train("run", train__deterministic="ranks", evaluate__episodes=0)
+
+
 def test_tied_weights_are_exported(own: Path) -> None:
     lines = "self.unused = nn.Linear(settings.width, facts.action_dim)"
     lines += "\n        self.unused.weight = self.action.weight"

@@ -19,7 +19,9 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.distributed.world import peers
 from gear_offline.errors import InputError
 from gear_offline.runs.loop import train_run
+from gear_offline.training.pieces import check_pieces, count_pieces
 from gear_offline.training.step import EagerStep
+from tests.gpu_support import ON_TWO_GPUS
 from tests.ranks_support import fork_ranks, launch, ranks_recipe
 from tests.support import ROOT, make_dataset, one_error, write_hdf5
 from tests.test_docs import blocks
@@ -122,6 +124,74 @@ def test_other_models_learn_on_two_ranks_what_they_learn_on_one(
     trained(2, recipe, tmp_path / "run", 5)
     for mine, theirs in zip(measured(tmp_path / "run"), measured(alone), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+def bits(run: Path) -> dict[str, bytes]:
+    """Return the weights and moments of a run's last checkpoint."""
+    _, place = list_checkpoints(run / "checkpoints")[-1]
+    tensors = load_file(place / "model.safetensors") | load_file(place / "training.safetensors")
+    others = ("random/", "window", "items/", "selection/")
+    return {n: v.tobytes() for n, v in tensors.items() if not n.startswith(others)}
+
+
+ON_CUDA = "train.device=cuda"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["model.layers=2"],
+        ["loader.padding=left", "selection.strategy=prioritized", "loader.batch_size=192"],
+        ["train.precision=bf16", "train.weights=bf16"],
+        *(
+            pytest.param([ON_CUDA, f"train.graph={mode}"], marks=ON_TWO_GPUS)
+            for mode in ("on", "off")
+        ),
+    ],
+)
+def test_weights_have_the_same_bits_on_any_number_of_ranks(more: list[str], tmp_path: Path) -> None:
+    """With dropout: one rank, two, and a run of two that goes on with one, and with two again."""
+    data = make_dataset(tmp_path, [9, 30, 4, 17, 25]).path
+    changes = ["train.deterministic=ranks", "model.dropout=0.1", *more]
+    recipe = ranks_recipe(tmp_path / "ranks.yaml", data, *changes)
+    torchrun = ON_CUDA in more
+    for ranks, run, steps in (
+        (1, "one", 20),
+        (2, "two", 20),
+        (2, "or", 7),
+        (1, "or", 13),
+        (2, "or", 20),
+    ):
+        trained(ranks, recipe, tmp_path / run, steps, torchrun=torchrun)
+    alone = bits(tmp_path / "one")
+    assert len(alone) > 20
+    assert bits(tmp_path / "two") == alone
+    assert bits(tmp_path / "or") == alone
+
+
+def test_pieces_learn_what_a_whole_batch_learns(tmp_path: Path) -> None:
+    data = make_dataset(tmp_path, [9, 30, 4, 17, 25]).path
+    whole, pieces = (
+        train_run(
+            load_recipe(ranks_recipe(tmp_path / "ranks.yaml", data, f"train.deterministic={mode}")),
+            out=tmp_path / mode,
+            quiet=True,
+        )
+        for mode in ("false", "ranks")
+    )
+    for mine, theirs in zip(measured(pieces), measured(whole), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    with one_error("LOADER_OPTION", "4 ranks cannot share 2 pieces of 6 segments.*at most 2"):
+        check_pieces(12, 4)
+    assert [count_pieces(size) for size in (1, 64, 96, 129, 160, 250, 4096)] == [
+        1,
+        2,
+        2,
+        1,
+        4,
+        2,
+        64,
+    ]
 
 
 @pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.long), "fsdp"])

@@ -118,6 +118,7 @@ def test_a_short_run_has_a_short_warm_up() -> None:
         ("model.heads=3", "multiple of model.heads (3), got 128: try 129"),
         ("model.max_timestep=5", "at least loader.context_length"),
         ("train={deterministic: true, compile: on}", "exclude each other"),
+        ("train={deterministic: ranks, parallel: fsdp}", "train.parallel=fsdp and train.determ"),
         ("evaluate.targets=[1e308]", "each below 1e+18 in size"),
         ("data={path: x, source: x, collect: {environment: Hopper-v5}}", "exclude each other"),
         ("train.accumulate=7", "must divide loader.batch_size (64), got 7"),

@@ -716,7 +716,7 @@ class TrainSettings(Section):
     """Batches of held-out windows, at most, that each validation/loss is of; always the same."""
     evaluate_every: Positive | None = 10_000
     """Steps between two evaluations; null: at the end only."""
-    deterministic: bool | Literal["ranks"] = False
+    deterministic: Literal[False, True, "ranks"] = False
     """Only kernels that give the same bits each time: resumed runs end in the same weights; ranks:
     also on another number of processes, by sums over fixed pieces of a batch in one order."""
     trackers: Parts = ("tensorboard",)

@@ -77,10 +77,10 @@ class PieceGradients:
         *self._places, self._tail = accumulate(lines, initial=0)
         total, unit = self._tail + 1 + len(learner.loss_names), math.lcm(LINE, self._world.size)
         self._sums = torch.zeros(-(-total // unit) * unit, device=learner.device)  # (N,)
-        self._results = [
-            slot if parameter.dtype == slot.dtype else torch.zeros_like(parameter)
-            for parameter, slot in zip(self._parameters, self._slots(self._sums), strict=True)
-        ]
+        self._results = self._slots(self._sums)
+        self._is_half = self._parameters[0].dtype != self._sums.dtype  # all are of one type
+        if self._is_half:
+            self._results = [torch.zeros_like(parameter) for parameter in self._parameters]
 
         self._stream: Any = None
         self.generators: list[torch.Generator] = []
@@ -129,8 +129,8 @@ class PieceGradients:
         self._kept.clear()
         if not self._is_checked:
             self._check_buffers(before)
-        slots = self._slots(self._sums)
-        torch._foreach_copy_(self._results, slots)
+        if self._is_half:
+            torch._foreach_copy_(self._results, self._slots(self._sums))
         for parameter, result in zip(self._parameters, self._results, strict=True):
             parameter.grad = result
         if self.parts is not None:
