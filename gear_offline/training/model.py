@@ -128,8 +128,9 @@ def make_training_model(
             narrow=narrow,
             recompute=recipe.train.recompute,
         )
-        if trial.counts and recipe.train.deterministic == "ranks":
-            problem = "what its losses keep in Python differs from rank to rank"
+        if trial.leaves_traces and recipe.train.deterministic == "ranks":
+            problem = "its losses change buffers (as batch norm does) or what is in Python, which "
+            problem += "ranks have each of their own"
             remedy = "change buffers in after_step(), or use train.deterministic=true"
             raise InputError("MODEL", problem, recipe.model.kind, remedy)
         model.sees_timesteps = trial.sees_timesteps

@@ -5,7 +5,7 @@ with the same shapes, kernels and random numbers.  Gradients and losses are adde
 of a binary tree whose leaves are the pieces.  A rank's pieces are a branch of it, so that only sums
 of branches travel.
 
-Shape legend: W ranks, P pieces, N gradients and losses.
+Shape legend: W ranks, P pieces, N numbers of all gradients and losses.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,13 +24,12 @@ from gear_offline.errors import InputError
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.feedback import PieceFeedback, SegmentFeedback
 from gear_offline.training.gradients import GradientPass
-from gear_offline.training.seeding import seed_host
+from gear_offline.training.seeding import seed_all
 
 if TYPE_CHECKING:
     from gear_offline.training.learner import Learner
 
 PIECE = 64  # segments, at most, if halves of the batch allow
-LINE = 64  # elements: gradients begin at cache lines
 ALIGNED = 256  # bytes: matrix products choose their algorithm by the place of what they read
 
 
@@ -62,53 +60,35 @@ class PieceGradients:
     """
 
     def __init__(self, learner: Learner, gradients: GradientPass, *, captured: bool) -> None:
-        self._gradients, self._world = gradients, learner.world
-        self._parameters = learner.optimizer.working
-        batch_size, self._run_seed = learner.recipe.loader.batch_size, learner.recipe.seed
-        pieces = count_pieces(batch_size)
-        self._size, self._count = batch_size // pieces, pieces // self._world.size
-        self._divisor = float(self._size * learner.recipe.loader.context_length)
+        self._gradients, self._world, self._run_seed = gradients, learner.world, learner.recipe.seed
+        self._parameters, loader = learner.optimizer.working, learner.recipe.loader
+        pieces = count_pieces(loader.batch_size)
+        self._size, self._count = loader.batch_size // pieces, pieces // self._world.size
+        self._divisor, self._step = float(self._size * loader.context_length), 0
         self.feedback: SegmentFeedback | None = None
         self.parts: Tensor | None = None
-        self._numbers, self._kept = list[tuple[int, int]](), list[Any]()
-        self._is_checked = False  # that passes change no buffer
-
-        lines = [-(-parameter.numel() // LINE) * LINE for parameter in self._parameters]
-        *self._places, self._tail = accumulate(lines, initial=0)
-        total, unit = self._tail + 1 + len(learner.loss_names), math.lcm(LINE, self._world.size)
-        self._sums = torch.zeros(-(-total // unit) * unit, device=learner.device)  # (N,)
-        self._results = self._slots(self._sums)
-        self._is_half = self._parameters[0].dtype != self._sums.dtype  # all are of one type
-        if self._is_half:
-            self._results = [torch.zeros_like(parameter) for parameter in self._parameters]
-
-        self._stream: Any = None
         self.generators: list[torch.Generator] = []
+        self._stream: Any = None
+        self._kept = list[Any]()  # autograd adds up on a stream of its choice: see `RankGradients`
         if captured:
             self.generators = [torch.Generator(learner.device) for _ in range(self._count)]
             self._default = torch.cuda.default_generators[learner.device.index or 0]
             if self._count > 1:
                 self._stream = torch.cuda.Stream(learner.device)  # type: ignore[no-untyped-call]
 
-    @property
-    def buffers(self) -> list[Tensor]:
-        """The model's tensors that passes might change besides gradients."""
-        return self._gradients.buffers
-
     def seed(self, step: int) -> None:
         """Make random numbers those of a step, counted from 0."""
-        first = self._world.rank * self._count
-        self._numbers = [(step, first + number) for number in range(self._count)]
-        for generator, number in zip(self.generators, self._numbers, strict=False):
-            generator.manual_seed(self._seed_of(*number))
+        self._step = step
+        for number, generator in enumerate(self.generators):
+            generator.manual_seed(self._seed_of(number))
 
-    def _seed_of(self, step: int, piece: int) -> int:
-        words = np.random.SeedSequence((self._run_seed, step, piece))
+    def _seed_of(self, number: int) -> int:
+        piece = self._world.rank * self._count + number
+        words = np.random.SeedSequence((self._run_seed, self._step, piece))
         return int(words.generate_state(1, np.uint64)[0])
 
     def __call__(self, batch: Batch) -> Tensor:
         """Give the parameters, which have none, their gradients; return the loss, detached."""
-        before = [] if self._is_checked else [buffer.clone() for buffer in self.buffers]
         steps = (batch.attention_mask != 0).sum().float()
         group, counted = None if steps.is_cuda else self._world.control, None
         if self._world.size > 1:
@@ -121,64 +101,51 @@ class PieceGradients:
 
         feedback = None if self.feedback is None else PieceFeedback(self.feedback, self._size)
         self._gradients.feedback, self._weight = feedback, weight
-        self._add_up(batch, 0, self._count, self._sums)
+        sums = self._add_up(batch, 0, self._count)
         if feedback is not None:
             feedback.finish(batch)
         if self._world.size > 1:
-            self._exchange(group)
+            self._exchange(sums, group)
         self._kept.clear()
-        if not self._is_checked:
-            self._check_buffers(before)
-        if self._is_half:
-            torch._foreach_copy_(self._results, self._slots(self._sums))
-        for parameter, result in zip(self._parameters, self._results, strict=True):
-            parameter.grad = result
-        if self.parts is not None:
-            self.parts = self._sums[self._tail + 1 :][: len(self.parts)]
-        return self._sums[self._tail]
+        *gradients, losses = sums
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient.to(parameter.dtype)
+        self.parts = losses[1:] if len(losses) > 1 else None
+        return losses[0]
 
-    def _slots(self, sums: Tensor) -> list[Tensor]:
-        places = zip(self._parameters, self._places, strict=True)
-        return [sums[place : place + p.numel()].view(p.shape) for p, place in places]
-
-    def _add_up(self, batch: Batch, first: int, count: int, sums: Tensor) -> None:
-        """Write the sum of a branch, of so many of this rank's pieces, to (N,) `sums`."""
+    def _add_up(self, batch: Batch, first: int, count: int) -> list[Tensor]:
+        """Return the sums of gradients, and of losses, of a branch: so many of a rank's pieces."""
         if count == 1:
-            self._compute(batch, first, sums)
-            return
-        half, others = count // 2, torch.empty_like(sums)
+            return self._compute(batch, first)
         stream = self._stream if count == self._count else None
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream())
-        self._add_up(batch, first, half, sums)
+        sums = self._add_up(batch, first, count // 2)
         with nullcontext() if stream is None else torch.cuda.stream(stream):
-            self._add_up(batch, first + half, half, others)
+            others = self._add_up(batch, first + count // 2, count // 2)
         if stream is not None:
             torch.cuda.current_stream().wait_stream(stream)
-        sums += others
+        torch._foreach_add_(sums, others)
+        self._kept += others if self.generators else []
+        return sums
 
-    def _compute(self, batch: Batch, number: int, sums: Tensor) -> None:
-        """Write a piece's gradients and losses to (N,) `sums`."""
+    def _compute(self, batch: Batch, number: int) -> list[Tensor]:
+        """Return the float32 gradients of a piece, and its losses."""
         piece = batch.part(slice(number * self._size, (number + 1) * self._size)).map(_align)
         with self._random(number):
             loss = self._gradients(piece, valid_steps=self._divisor, weight=self._weight)
-        self.parts = self._gradients.parts
-        losses = [loss[None]] if self.parts is None else [loss[None], self.parts]
-        sources = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-        torch._foreach_copy_(self._slots(sums), sources)
-        torch.cat(losses, out=sums[self._tail :][: sum(map(len, losses))])
+        parts = self._gradients.parts
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
-        if self.generators:  # autograd adds up on a stream of its choice: see `RankGradients`
-            self._kept += sources
+        losses = loss[None] if parts is None else torch.cat([loss[None], parts])
+        return [tensor.detach().float() for tensor in (*found, losses)]
 
     @contextmanager
     def _random(self, number: int) -> Iterator[None]:
         """Draw the random numbers of a piece of this rank inside."""
         if not self.generators:
-            step, piece = self._numbers[number]
-            seed_host(self._run_seed, step, piece)
-            torch.manual_seed(self._seed_of(step, piece))
+            seed_all(self._seed_of(number))
             yield
             return
         state = self._default.graphsafe_get_state()
@@ -188,25 +155,21 @@ class PieceGradients:
         finally:
             self._default.graphsafe_set_state(state)
 
-    def _exchange(self, group: Any) -> None:
+    def _exchange(self, sums: list[Tensor], group: Any) -> None:
         """Finish the tree: each rank for its share of the numbers, then all have all."""
-        branches = self._sums.new_empty(self._world.size, len(self._sums) // self._world.size)
-        work: Any = dist.all_to_all_single(
-            branches.view(-1), self._sums, group=group, async_op=True
-        )
+        counts, size = [tensor.numel() for tensor in sums], self._world.size
+        counts.append(-sum(counts) % size)
+        row = torch.cat([*(tensor.flatten() for tensor in sums), sums[0].new_zeros(counts[-1])])
+        branches = torch.empty_like(row)
+        work: Any = dist.all_to_all_single(branches, row, group=group, async_op=True)
         work.wait()  # the stream does, not the host
+        branches = branches.view(size, -1)
         while len(branches) > 1:
             branches = branches[0::2] + branches[1::2]
-        work = dist.all_gather_into_tensor(self._sums, branches[0], group=group, async_op=True)
+        work = dist.all_gather_into_tensor(row, branches[0], group=group, async_op=True)
         work.wait()
-
-    def _check_buffers(self, before: list[Tensor]) -> None:
-        """Refuse a model whose passes change buffers: ranks would have others."""
-        self._is_checked = True
-        if not all(map(torch.equal, before, self.buffers)):
-            problem = "its passes change buffers (batch norm does), by pieces on each rank"
-            remedy = "change them in after_step(), or use train.deterministic=true"
-            raise InputError("MODEL", problem, "train.deterministic", remedy)
+        found: Any = zip(torch.split_with_sizes(row, counts), sums, strict=False)
+        torch._foreach_copy_(sums, [numbers.view(tensor.shape) for numbers, tensor in found])
 
 
 def _align(tensor: Tensor) -> Tensor:

@@ -145,7 +145,7 @@ class GraphStep(Step):
             divisor = float(part.batches.batch.attention_mask.numel())
             self._ranks = RankGradients(part.optimizer.working, world=world, divisor=divisor)
         self._gradients = self._pieces or alone
-        buffers = [(buffer, buffer.clone()) for buffer in self._gradients.buffers]
+        buffers = [(buffer, buffer.clone()) for buffer in alone.buffers]
         with contextlib.nullcontext() if feedback is None else feedback.pause_updates():
             warm_up(self._rehearse, learner.device)
         for buffer, before in buffers:

@@ -55,7 +55,7 @@ class Trial:
     remarks: tuple[str, ...] = ()  # a line each
     sees_timesteps: bool = True  # while it acts
     freezes: str | None = None  # the reason not to capture its steps as a CUDA graph
-    counts: bool = False  # numbers in Python change by its losses
+    leaves_traces: bool = False  # its passes change more than gradients
 
 
 def try_model(
@@ -92,6 +92,7 @@ class _Trier:
         self.remarks, self.drawn = list[str](), set[str]()
         self.sees_timesteps = True
         self.counts: list[str] = []  # attributes that change from step to step
+        self.leaves_traces = False
         if odd := [key for key, v in model.state_dict().items() if not isinstance(v, Tensor)]:
             problem = f"its state dict has {odd[0]}, which is no tensor"
             raise self._fault(problem, "make it a buffer")
@@ -117,12 +118,11 @@ class _Trier:
                 problem = "its losses are the same for other batch.chunk_actions, of loader.chunk"
                 raise self._fault(problem, "use them in losses(batch), or use loader.chunk=null")
         reason = f"its losses draw from {' and '.join(sorted(self.drawn))}" if self.drawn else None
-        counts = False
         self.counts = _differing(_attributes(self.fresh), _attributes(self.tried))
         if self.counts:
             held = dict(self.fresh.named_buffers())  # of which a graph has the changes
             if frozen := [name for name in self.counts if name not in held]:
-                reason, counts = f"Python counts in {frozen[0]}", True
+                reason = f"Python counts in {frozen[0]}"
             remark = (
                 f"changes {', '.join(self.counts[:5])} from step to step, and no checkpoint has "
             )
@@ -130,7 +130,8 @@ class _Trier:
                 f"{remark}such an attribute: make it a buffer that is saved, register_buffer"
             )
         elif any(_apart(first[name], after[name], EXACT) for name in first):
-            reason, counts = "its losses change by what is in Python", True
+            self.leaves_traces = True
+            reason = "its losses change by what is in Python"
             remark = "has other losses for the same batch, weights and seed: keep what changes in "
             self._remark(f"{remark}buffers, and draw by torch, numpy.random or random")
         parameters = self.fresh.named_parameters()
@@ -138,7 +139,7 @@ class _Trier:
             names=tuple(first) if len(first) > 1 else (),
             unreached=frozenset(n for n, p in parameters if p.requires_grad and p.grad is None),
             freezes=reason and f"{reason}: numbers of Python are the same in each replay",
-            counts=counts,
+            leaves_traces=self.leaves_traces or bool(self.counts),
         )
 
     def ask_act(self) -> None:
@@ -283,6 +284,8 @@ class _Trier:
                 problem = "no loss reaches a parameter that learns"
                 raise self._fault(problem, "give it one, such as nn.Linear")
             total.backward()
+        starts = self._start[model]
+        self.leaves_traces |= not all(map(torch.equal, _unlearnt(model), starts))
         with torch.no_grad(), calling_part(MODELS, "trying after_step()", self.name):
             model.after_step()
         return {name: loss.detach() for name, loss in losses.items()}
