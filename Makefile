@@ -102,7 +102,7 @@ sanitize: export ASAN_OPTIONS = detect_leaks=0:detect_stack_use_after_return=0
 sanitize: export UBSAN_OPTIONS = halt_on_error=1
 sanitize:
 	@.ci/setup test
-	@LD_PRELOAD="$(SANITIZERS)" $(BIN)/python -m pytest -q -s tests/test_sampling_engine.py tests/test_gather.py
+	@LD_PRELOAD="$(SANITIZERS)" $(BIN)/python -m pytest -q -s tests/test_sampling_engine.py tests/test_gather.py tests/test_nodes_in_place.py
 
 # Each program prints a JSON document of figures; it fails at the first broken promise.
 trust:

@@ -145,6 +145,7 @@ class GearLoader(Closing, Iterator[Batch]):
     exchange
         The road of rows between nodes: ``"nccl"`` from GPU to GPU, ``"rdma"`` by RDMA reads,
         ``"gloo"`` through host memory.  ``"auto"``: the first that every rank can use.
+        ``"peer"``: GPUs of one host read each other's memory; only where it is named.
     world
         The ranks that share each batch equally, in the order of its slots.  The processes of a node
         hold the table in host memory once.  ``"auto"``: those of torch's process group if there is

@@ -5,9 +5,12 @@ Shape legend: B segments of a rank, K steps of a window, E episodes.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,7 +18,7 @@ import torch
 
 from gear_offline.batches.sampling.draws import SegmentStream
 from gear_offline.batches.tables.fields import ACTIONS, EXTRA
-from gear_offline.batches.tables.joint import TableData
+from gear_offline.batches.tables.joint import TableData, parts_of
 from gear_offline.batches.tables.shared import (
     PLACED,
     Handle,
@@ -38,7 +41,9 @@ from gear_offline.data.dataset.schema import EpisodeIndex
 from gear_offline.distributed.sharding import choose_share
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, InputError
+from gear_offline.kernels.assign import MOST_NODES, Owners
 from gear_offline.kernels.columns import ColumnGroup, GroupAddresses
+from gear_offline.kernels.cuda_module import import_cupy
 from gear_offline.kernels.draws import Segments
 from gear_offline.kernels.gather import CpuGather, Windows
 from gear_offline.kernels.gather_gpu import GpuGather
@@ -63,6 +68,8 @@ class Limits(NamedTuple):
 
 CPU_LIMITS = Limits(16_384, 32 << 20, 32, 128 << 20)  # more leave the processor's caches
 GPU_LIMITS = Limits(65_536, 128 << 20, 64, 256 << 20)
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+ASSIGN_BY_OWNER = True  # False: a rank has its slots of a batch where it reads all rows in place
 BLOCK_STEPS = 256  # at most: Python's collector takes twice as long a batch where 1,024 wait
 
 RankSegments = LocalSegments | ShardedSegments
@@ -209,21 +216,52 @@ class RowOpener:
         options, device, build = self.options, self.device, cache(partial(self._build, ring))
         local = None if ring is None else ring.share.nodes == self.world.node
         opened: Gathers | None = None
+        no_peers = None if ring is None else self._why_no_peers()
         if device.type == "cuda" and options.engine != "off" and self.world.feeds:
-            opened = self._gpu_gathers(build, local)
+            opened = self._gpu_gathers(build, ring, maps=no_peers is None)
         gather, extra_gathers, memory = opened or self._cpu_gathers(build(), local)
-        if ring is None:
+        if ring is not None and no_peers is None:
+            no_peers = self._agree(getattr(memory, "no_peers", "the CPU gathers"))
+        if ring is None or (no_peers is None and not ASSIGN_BY_OWNER):
             segments: RankSegments = LocalSegments(self.stream)
             window = window_bytes(gather.groups, options.context_length)
             window += sum(window_bytes(rows.groups, each.steps) for each, rows in extra_gathers)
             steps = self._block_steps(window, self._limits)
         else:
             engine = gather if isinstance(gather, GpuGather) else None
-            segments = ShardedSegments(self.stream, self.world, ring, build(), engine)
+            segments = ShardedSegments(
+                self.stream, self.world, ring, build(), engine, no_peers=no_peers
+            )
             steps = ring.pass_steps
         if isinstance(gather, GpuGather):
             device = gather.device
         return MemoryRows(memory, segments, steps, device, gather, extra_gathers)
+
+    def _why_no_peers(self) -> str | None:
+        """Return why rows of other nodes are not read in their GPUs; the same on every rank."""
+        if self.options.exchange != "peer":
+            return "not asked for"
+        if any(part.dataset.admissions for part in parts_of(self.data)):
+            return "what data that grow leave behind would stay in GPU memory"
+        host: str | None = None
+        if self.device.type == "cuda" and self.options.engine != "off":
+            with suppress(GearError, OSError):
+                import_cupy()
+                host = f"{socket.gethostname()} {BOOT_ID.read_text()}"
+        hosts = self.world.gather(host)
+        if None in hosts:
+            return f"rank {hosts.index(None)} has no GPU that gathers"
+        return None if len(set(hosts)) == 1 else f"the ranks are on {len(set(hosts))} hosts"
+
+    def _agree(self, no_peers: str | None) -> str | None:
+        """Return the reason, which is the same on every rank; an error on all where it is not."""
+        reasons = self.world.gather(no_peers)
+        if len(set(reasons)) > 1:
+            rank = next(rank for rank, reason in enumerate(reasons) if reason is not None)
+            problem = f"rank {rank} does not read the rows of other nodes as others do: "
+            remedy = "see its own message, or set loader.exchange=gloo"
+            raise GearError("RANK_FAILED", problem + reasons[rank], remedy=remedy)
+        return no_peers
 
     def _disk_reason(self) -> str | None:
         """Return the reason why the rows stay on disk, or None where they come into memory."""
@@ -359,21 +397,29 @@ class RowOpener:
             extra_gathers.append((each, gathered))
         return gather, tuple(extra_gathers), table
 
-    def _gpu_gathers(self, build: Callable[[], Table], local: BoolArray | None) -> Gathers | None:
+    def _gpu_gathers(
+        self, build: Callable[[], Table], ring: Ring | None, *, maps: bool
+    ) -> Gathers | None:
         """Place the table and return the GPU's gathers, as `Gathers`, and the copy.
 
-        With ``"auto"`` None where that cannot be.
-        `local`, (E,): the episodes that the table has, if not all.
+        With ``"auto"`` None where that cannot be.  Beside a `ring` the table has some episodes;
+        with `maps` the ranks try to read the others in place.
         """
-        options, selection = self.options, self.stream.selection
-        draw = selection.gpu if local is None and not self._extra_gathers else None
+        options, selection, world = self.options, self.stream.selection, self.world
+        draw = None if self._extra_gathers else selection.gpu
+        owners: Owners | None = None
         try:
-            if draw is not None and draw.tree is not None:
+            if ring is None and draw is not None and draw.tree is not None:
                 draw.tree(self.device)  # the table takes what is left
-            placed = self._place(build, local)
+            placed = self._place(build, ring, maps=maps)
             groups: Sequence[GroupAddresses] = placed.groups
-            if local is not None:
+            if ring is not None and placed.no_peers is not None:
+                draw, local = None, ring.share.nodes == world.node
                 groups = [_for_all_episodes(each, local) for each in groups]
+            elif ring is not None and ASSIGN_BY_OWNER:
+                owners = Owners(homes=ring.share.nodes, nodes=world.nodes, rank=world.rank)
+                if world.node_count > MOST_NODES or (draw is not None and draw.tree is not None):
+                    draw = None
             make = partial(
                 GpuGather,
                 offsets=self._index.offsets,
@@ -392,6 +438,7 @@ class RowOpener:
                 seed=self.stream.seed,
                 first_slot=self.stream.first_slot,
                 global_batch=self.stream.global_batch,
+                owners=owners,
             )
             extra_gathers = list[tuple[ExtraGather, Gather]]()
             for each in self._extra_gathers:
@@ -405,10 +452,10 @@ class RowOpener:
             say(f"engine auto: batches are gathered by the CPU: {error}")
             return None
 
-    def _place(self, build: Callable[[], Table], local: BoolArray | None) -> PlacedTable:
+    def _place(self, build: Callable[[], Table], ring: Ring | None, *, maps: bool) -> PlacedTable:
         """Place the table; loaders of this process that are alike share its copy on the GPU."""
         from gear_offline.batches.tables.device import DeviceMemory
-        from gear_offline.batches.tables.placement import Ranks, place_table
+        from gear_offline.batches.tables.placement import Ranks, Spread, place_table
 
         options, world = self.options, self.world
         how, key = (str(self.device), options.placement, options.hbm_budget), ""
@@ -419,8 +466,10 @@ class RowOpener:
         table, weights = build(), self.stream.selection.episode_weight
         if weights is not None and len(weights) != self.data.episodes.episodes:
             weights = None  # the sampler draws from the first episodes only
-        if weights is not None and local is not None:
-            weights = weights[local]
+        spread = None
+        if ring is not None:
+            spread = Spread(lengths=ring.share.lengths, nodes=ring.share.nodes)
+            weights = None if weights is None else weights[spread.nodes == world.node]
         placed = place_table(
             table,
             DeviceMemory(self.device),
@@ -428,8 +477,9 @@ class RowOpener:
             hbm_budget=options.hbm_budget,
             episode_weight=weights,
             ranks=Ranks(rank=world.rank, nodes=world.nodes, gather=world.gather),
-            landing=local is not None,
+            landing=ring is not None,
             before=PLACED.get((table.grown_from, *how)),
+            spread=spread if maps else None,
         )
         if key:
             PLACED[key, *how] = placed

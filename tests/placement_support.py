@@ -109,9 +109,10 @@ def make_table(lengths: list[int]) -> Table:
 
 
 def place_all(
-    table: Table, memories: list[FakeMemory], nodes: list[int], **options: Any
+    table: Table | list[Table], memories: list[FakeMemory], nodes: list[int], **options: Any
 ) -> list[PlacedTable | Exception]:
-    """Place a table by several ranks at once; a rank that waits for others for 10 s fails."""
+    """Place a table, or each rank its own, at once; a rank that waits for others for 10 s fails."""
+    tables = table if isinstance(table, list) else [table] * len(nodes)
     barrier, words = Barrier(len(nodes), timeout=10), [None] * len(nodes)
     results: list[PlacedTable | Exception] = [RuntimeError("not begun")] * len(nodes)
 
@@ -125,7 +126,7 @@ def place_all(
 
         ranks = Ranks(rank=rank, nodes=tuple(nodes), gather=gather)
         try:
-            results[rank] = place_table(table, memories[rank], ranks=ranks, **options)
+            results[rank] = place_table(tables[rank], memories[rank], ranks=ranks, **options)
         except Exception as error:
             results[rank] = error
 

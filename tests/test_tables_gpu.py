@@ -101,13 +101,14 @@ def main(path: str, ranks: str) -> None:
     """
     if ranks == "nodes":
         os.environ["GROUP_RANK"] = os.environ["RANK"]
-    places = ("hbm", "host") if ranks == "nodes" else ("hbm", "peer", "host")
+    places = ("auto", "hbm", "host") if ranks == "nodes" else ("hbm", "peer", "host")
     device, compared = rank_device("cuda"), 0
     with open_world(device, timeout=60) as world:
         for options, place in product(OPTIONS[: None if ranks == "gpus" else -1], places):
             options |= {"batch_size": 32 * world.size, "seed": 7}
             cpu = GearLoader(path, device="cpu", world=None, **options)
             rows: dict[str, Any] = {"sharding": "shard" if ranks == "nodes" else "replicate"}
+            rows["exchange"] = "auto" if place == "host" else "peer"  # read only where shared
             with GearLoader(
                 path, device=device, placement=place, world=world, **rows, **options
             ) as gpu:

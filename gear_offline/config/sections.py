@@ -98,7 +98,7 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Mode = Literal["auto", "on", "off"]
 Placement = Literal["auto", "hbm", "peer", "host", "disk"]
 Sharding = Literal["auto", "replicate", "shard"]
-Road = Literal["auto", "nccl", "rdma", "gloo"]
+Road = Literal["auto", "peer", "nccl", "rdma", "gloo"]
 Condition = Literal["return", "advantage"]
 Target = Condition | Literal["nothing"]  # what a policy is asked for; goals are said apart
 Span = Literal["episode", "history"]
@@ -451,7 +451,7 @@ class LoaderSettings(Section):
     sharding: Sharding = "auto"
     """With several nodes: each holds all, or its shards; auto: its shards where all do not fit."""
     exchange: Road = "auto"
-    """Rows of other nodes: from GPU to GPU, by RDMA reads, by gloo; auto: the first that works."""
+    """Rows of other nodes: by NCCL, RDMA, gloo; auto: the first that works; peer: read in GPUs."""
 
     @model_validator(mode="after")
     def _check_condition(self) -> Self:

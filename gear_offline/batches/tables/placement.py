@@ -15,7 +15,7 @@ Shape legend: E episodes, G GPUs of the node.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from gear_offline.batches.tables.device import DeviceMemory, too_large
 from gear_offline.batches.tables.table import Table
 from gear_offline.core.text import size_text
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
-from gear_offline.errors import InputError, together
+from gear_offline.errors import GearError, InputError, together
 from gear_offline.kernels.columns import GroupAddresses
 
 Placement = Literal["auto", "hbm", "peer", "host"]
@@ -54,6 +54,14 @@ class Ranks:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Spread:
+    """A dataset of which each node's table has some episodes."""
+
+    lengths: Int64Array  # (E,) steps of every episode
+    nodes: Int64Array  # (E,) the node that holds it
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PlacedTable:
     """A table whose rows a GPU can read; it holds the memory that the addresses point to.
 
@@ -61,6 +69,7 @@ class PlacedTable:
     """
 
     groups: tuple[GroupAddresses, ...]  # their rows are empty where none is read from host memory
+    no_peers: str | None  # why rows of other nodes have no addresses; None: they have
     device: torch.device
     owners: Int64Array  # (E,) which of the GPUs that share the table holds an episode, or `HOST`
     hbm_bytes: int  # of rows in this GPU's memory
@@ -93,6 +102,7 @@ def place_table(
     ranks: Ranks | None = None,
     landing: bool = False,
     before: PlacedTable | None = None,
+    spread: Spread | None = None,
 ) -> PlacedTable:
     """Bring a table's rows into memory that a GPU can read.
 
@@ -141,25 +151,48 @@ def place_table(
         gpus = ranks.neighbours
         owners, before = deal_out(*facts, budget - bytes_before - gaps, len(gpus))[whole], None
 
+    no_peers: str | None = "not asked for"
+    if spread is not None:  # the answer is the same on every rank
+        is_whole = ranks.gather(len(gpus) == 1 and not (owners == HOST).any())
+        no_peers = None
+        if not all(is_whole):
+            no_peers = f"rank {is_whole.index(False)} has not all its rows in GPU memory"
+    is_mapped = no_peers is None
+    collective = collective or is_mapped
+
     # Copy this GPU's share, without the rows it has from `before`, and pin the host's.
     is_new = np.arange(len(owners)) >= (0 if before is None else len(before.owners))
-    shares = [_Share.of(table, is_new & (owners == gpu)) for gpu in range(len(gpus))]
+    lengths = table.episodes.lengths
+    shares = [_Share.of(table, lengths, is_new & (owners == gpu)) for gpu in range(len(gpus))]
     position = gpus.index(ranks.rank)
     allocations = [memory, *([] if before is None else before.kept)]
 
-    def bring() -> tuple[int, str, list[int]]:
+    def bring() -> tuple[int, str]:
         if placement == "peer" and (owners == HOST).any():
             raise too_large(total_bytes, budget * len(gpus), f"free on {len(gpus)} GPUs")
-        in_host = bool((owners == HOST).any())
-        placed = _upload(table, shares[position], memory, allocations, shared=len(gpus) > 1)
-        return *placed, _pin(table, memory, allocations, in_host=in_host, landing=landing)
+        is_shared = len(gpus) > 1 or is_mapped
+        return _upload(table, shares[position], memory, allocations, shared=is_shared)
 
     brought = together(ranks.gather, bring) if collective else [bring()]
-    base, _, row_zeros = brought[ranks.rank if collective else 0]
+    base, _ = brought[ranks.rank if collective else 0]
     bases = [base if r == ranks.rank else memory.open_shared(brought[r][1]) for r in gpus]
+    others = dict[int, int]()
+    if is_mapped:
+        others, no_peers = _open_nodes(memory, ranks, [handle for _, handle in brought])
+
+    def pin() -> list[int]:
+        lands, in_host = landing and no_peers is not None, bool((owners == HOST).any())
+        return _pin(table, memory, allocations, in_host=in_host, landing=lands)
+
+    row_zeros = together(ranks.gather, pin)[ranks.rank] if collective else pin()
     limit = f"budget {size_text(budget)}{' a GPU' if len(gpus) > 1 else ''}"
+    groups = _address_groups(table, row_zeros, bases, shares, owners, before)
+    if spread is not None and no_peers is None:
+        groups = _address_nodes(groups, table, spread, others)
+        limit += ", other nodes' in the memory of their GPUs"
     return PlacedTable(
-        groups=_address_groups(table, row_zeros, bases, shares, owners, before),
+        groups=groups,
+        no_peers=no_peers,
         device=memory.device,
         owners=owners,
         hbm_bytes=int(sizes[owners == position].sum()),
@@ -190,6 +223,39 @@ def _address_groups(
             group = replace(group, rows=np.empty((0, group.width), group.dtype))
         groups.append(GroupAddresses(group=group, addresses=addresses, row_zero=row_zero))
     return tuple(groups)
+
+
+def _open_nodes(
+    memory: DeviceMemory, ranks: Ranks, handles: Sequence[str]
+) -> tuple[dict[int, int], str | None]:
+    """Map the rows of the other nodes; return their addresses, and why not if any rank failed.
+
+    The GPUs of a node hold the same, so each rank reads from one of another node.
+    """
+    turn, problem, bases = ranks.neighbours.index(ranks.rank), None, dict[int, int]()
+    try:
+        for node in sorted({*ranks.nodes} - {ranks.nodes[ranks.rank]}):
+            members = [rank for rank, each in enumerate(ranks.nodes) if each == node]
+            bases[node] = memory.open_shared(handles[members[turn % len(members)]])
+    except GearError as error:
+        problem = error.problem
+    failures = enumerate(ranks.gather(problem))
+    return bases, next((f"rank {rank}: {text}" for rank, text in failures if text), None)
+
+
+def _address_nodes(
+    groups: Sequence[GroupAddresses], table: Table, spread: Spread, bases: Mapping[int, int]
+) -> tuple[GroupAddresses, ...]:
+    """Return the addresses of all episodes, where each node's GPUs have theirs from `bases` on."""
+    addresses = [np.empty(len(spread.nodes), np.int64) for _ in groups]
+    local = ~np.isin(spread.nodes, list(bases))
+    for rows, each in zip(addresses, groups, strict=True):
+        rows[local] = each.addresses
+    for node, base in bases.items():
+        share = _Share.of(table, spread.lengths, spread.nodes == node)
+        for rows, begin, each in zip(addresses, share.begins, groups, strict=False):
+            rows[share.held] = base + begin + share.steps * each.group.row_bytes
+    return tuple(replace(e, addresses=a) for e, a in zip(groups, addresses, strict=True))
 
 
 def _budget(
@@ -249,8 +315,8 @@ class _Share:
     begins: list[int]  # of each group, in bytes; then the end of all
 
     @classmethod
-    def of(cls, table: Table, held: BoolArray) -> _Share:
-        lengths = table.episodes.lengths[held]
+    def of(cls, table: Table, lengths: Int64Array, held: BoolArray) -> _Share:
+        lengths = lengths[held]
         begins = [0]
         for group in table.groups:
             end = begins[-1] + int(lengths.sum()) * group.row_bytes
