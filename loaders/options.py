@@ -140,9 +140,11 @@ def open_one(recipe: Recipe, numbers: Int64Array | None = None) -> Dataset:
     data = recipe.data
     if data.path is not None and is_there(data.path):
         admissions = data.admissions if data.admit_every is None else 0
-        dataset = open_dataset(data.path, verify=False, admissions=admissions)
+        dataset = open_dataset(data.path, verify=False, admissions=admissions, cache=data.cache)
         if data.held_out is None:
             return dataset
+        if dataset.ranges and numbers is None:
+            say(f"{dataset.ranges}: held_out compares episodes, whose columns are fetched whole")
         return HeldOut(data.held_out, data.held_out_by).others(dataset, numbers)
     raise no_data(data)
 

@@ -27,7 +27,7 @@ from pydantic import (
 )
 
 from gear_offline.config.strict_yaml import byte_count, parse_yaml, whole_number
-from gear_offline.core.address import hide_secrets, is_remote
+from gear_offline.core.address import hide_secrets, is_remote, parse_address
 from gear_offline.core.parts import part_name
 from gear_offline.core.text import count_text
 from gear_offline.errors import InputError, in_home
@@ -238,6 +238,8 @@ class StoredSettings(Section):
     """Data to record and convert into `path` if that does not exist, instead of `source`."""
     admissions: Positive | None = None
     """Pieces that were admitted to `path`, the first so many; null: all when the run begins."""
+    cache: Size | None = None
+    """Bytes of this disk for an address in `path`, read by ranges; 20GB; null: fetched whole."""
     fallback: FallbackSettings | None = None
     """A base's own data and evaluation, in whose place `path` is named: if missing or made so."""
 
@@ -252,6 +254,8 @@ class StoredSettings(Section):
             raise ValueError("source and collect exclude each other: keep one")
         if self.reader is not None and self.source is None:
             raise ValueError("reader needs source, which it reads")
+        if self.cache is not None and parse_address(self.path) is None:
+            raise ValueError("cache is for a path at an address, as s3://bucket/mine")
         if any(text and hide_secrets(text) != text for text in (self.path, self.source)):
             problem = "an address in a recipe, which runs and trackers keep, holds no user or query"
             raise ValueError(f"{problem}: convert it first, or log in as its package asks for")

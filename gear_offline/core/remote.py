@@ -1,5 +1,6 @@
 """Files of servers: fetched into a cache, resumed after a break, refused if they change midway.
 
+`read_range` reads a part of one and keeps nothing; whoever calls it knows the part's digest.
 ``https://`` and ``http://`` are read by urllib, other protocols by their packages for fsspec.
 """
 
@@ -9,10 +10,11 @@ import base64
 import hashlib
 import os
 import re
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -21,11 +23,13 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from gear_offline.core.address import check_address, hide_secrets
 from gear_offline.core.files import check_new_file, sync_directory, turn_of, write_all, writing
 from gear_offline.core.progress import Progress
-from gear_offline.core.text import first_line
+from gear_offline.core.text import first_line, say
 from gear_offline.errors import GearError, InputError, UnavailableError
 
 TIMEOUT_SECONDS = 30.0  # without a byte of the server
 BLOCK_BYTES = 8 << 20  # of a request for a range through fsspec
+ATTEMPTS, WAIT_SECONDS = 4, 1.0  # to read a range; the wait after the first, and twice the last
+LEAST_RATE = 64 << 10  # bytes a second of a range, after `TIMEOUT_SECONDS`
 CACHE_VARIABLE = "GEAR_OFFLINE_CACHE"
 VERSION_FACTS = "etag|hash|md5|sha|blob_id|generation|creat|modif|mtime|updated"  # of fsspec's info
 
@@ -45,6 +49,9 @@ class RemoteFile(Protocol):
 
     def read(self, version: Version, offset: int) -> Iterator[bytes]:
         """Yield the bytes from `offset` on, in order; there is at least one."""
+
+    def read_range(self, begin: int, end: int) -> Iterator[bytes]:
+        """Yield the bytes ``[begin, end)`` of any version, in order."""
 
 
 def cache_folder(*key: object) -> Path:
@@ -117,6 +124,49 @@ def download(
             sync_directory(target.parent)
 
 
+def read_range(address: str, begin: int, end: int, code: str) -> bytearray:
+    """Return the bytes ``[begin, end)`` of a file of a server; a failure is tried again.
+
+    What refuses, or takes no ranges, is an `InputError` with `code` at once.
+    """
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            time.sleep(WAIT_SECONDS * 2 ** (attempt - 1))
+        try:
+            with _server_errors(address, code):
+                return _read_range(_open(address), begin, end)
+        except UnavailableError as error:
+            failure = error
+            if attempt == 0:
+                _say_once(urlsplit(error.where).netloc, f"{error.problem} ({error.where})")
+    problem = f"{failure.problem}, {ATTEMPTS} times"
+    raise UnavailableError(code, problem, failure.where, failure.remedy) from failure
+
+
+def _read_range(file: RemoteFile, begin: int, end: int) -> bytearray:
+    content, size, started = bytearray(), end - begin, time.monotonic()
+    with closing(file.read_range(begin, end)) as blocks:  # type: ignore[type-var]
+        for block in blocks:
+            content += block
+            seconds = time.monotonic() - started
+            is_slow = seconds > TIMEOUT_SECONDS + len(content) / LEAST_RATE
+            if len(content) > size or (is_slow and len(content) < size):
+                break
+    if len(content) != size:
+        took = f"in {time.monotonic() - started:.0f} seconds"
+        raise OSError(f"it sent {len(content)} bytes for the {size} from byte {begin} on, {took}")
+    return content
+
+
+_TOLD = set[str]()
+
+
+def _say_once(server: str, problem: str) -> None:
+    if server not in _TOLD:
+        say(f"warning: {problem}: ranges of this server are asked for up to {ATTEMPTS} times")
+    _TOLD.add(server)
+
+
 def _append(file: RemoteFile, version: Version, partial: Path, address: str, code: str) -> None:
     """Fetch what a partial file lacks; go on after a break as long as each attempt gets further."""
     name = urlsplit(hide_secrets(address)).path.rpartition("/")[2]
@@ -178,6 +228,17 @@ class _HttpFile:
             while block := answer.read(1 << 20):
                 yield block
 
+    def read_range(self, begin: int, end: int) -> Iterator[bytes]:
+        with self._ask({"Range": f"bytes={begin}-{end - 1}"}) as answer:
+            if answer.status != 206:
+                problem = f"the server reads no ranges: it answers {answer.status} to one"
+                remedy = "leave `cache` out, which fetches all once, or use another server"
+                raise InputError("SOURCE_READ", problem, hide_secrets(self._address), remedy)
+            if not (answer.headers["Content-Range"] or "").startswith(f"bytes {begin}-"):
+                raise OSError(f"it sent {answer.headers['Content-Range']}, not from byte {begin}")
+            while block := answer.read1(1 << 20):  # as it comes
+                yield block
+
     def _ask(self, headers: dict[str, str]) -> HTTPResponse:
         request = urllib.request.Request(self._address, headers=headers)
         if self._login:  # not for a server that this one redirects to
@@ -215,6 +276,9 @@ class _FsspecFile:
             stop = min(start + BLOCK_BYTES, version.size or 0)
             yield self._files.cat_file(self._path, start=start, end=stop)
 
+    def read_range(self, begin: int, end: int) -> Iterator[bytes]:
+        yield self._files.cat_file(self._path, start=begin, end=end)
+
 
 @contextmanager
 def _server_errors(address: str, code: str) -> Iterator[None]:
@@ -240,6 +304,9 @@ def _server_errors(address: str, code: str) -> Iterator[None]:
         elif status in (401, 403) or isinstance(error, PermissionError):
             remedy = "give an address that you may read, or log in as its package asks for"
             found = InputError(code, f"the server refuses: {reason}", where, remedy)
+        elif status == 416:
+            problem, remedy = "the file is shorter on the server", "put it there again, whole"
+            found = InputError("SOURCE_CHANGED", problem, where, remedy)
         else:
             problem = f"the server does not answer as it should: {reason}"
             remedy = "check the network, then try again: it goes on where it broke off"

@@ -272,7 +272,7 @@ def _open_data(data: str | os.PathLike[str] | None, path: Path, first: TrainedMo
     if source is None:
         problem, remedy = "the policy does not say where its data are", "name them: --data DATASET"
         raise InputError("USAGE", problem, str(path), remedy)
-    return open_dataset(source)
+    return open_dataset(source, cache=first.recipe.data.cache if data is None else None)
 
 
 def _unseen_episodes(
@@ -307,7 +307,7 @@ def _learnt_episodes(path: str, rule: DataSettings, dataset: Dataset) -> BoolArr
     """
     is_same = dataset.view is None and Path(path).resolve() == dataset.path.resolve()
     try:
-        source = dataset if is_same else open_dataset(path)
+        source = dataset if is_same else open_dataset(path, cache=rule.cache)
         stays = np.ones(len(source), np.bool_)
         if rule.held_out is not None:
             stays = HeldOut(rule.held_out, rule.held_out_by).stays(source, 0)

@@ -43,7 +43,7 @@ from gear_offline.core.address import is_remote, is_there
 from gear_offline.core.files import write_file
 from gear_offline.core.text import count_text, interval_text, markdown, short, told_apart
 from gear_offline.core.types import Float64Array
-from gear_offline.data.dataset.fetch import fetch_dataset
+from gear_offline.data.dataset.fetch import fetch_manifest
 from gear_offline.data.dataset.manifest import Manifest, SourceRecord
 from gear_offline.errors import InputError
 from gear_offline.runs.page import write_page
@@ -161,7 +161,7 @@ def read_data(recipe: Recipe | None, summary: RunSummary | None = None) -> DataF
         return None
     path = data.path
     if is_remote(path):
-        path = str(fetch_dataset(path))
+        path = str(fetch_manifest(path))
     manifest, facts = Manifest.read(path), summary.data if summary else None
     if facts is None and (data.admissions, data.admit_every, data.held_out) == (None,) * 3:
         returns = manifest.returns

@@ -34,7 +34,7 @@ SETTLED = re.compile(
     r"|data\.(tasks\..*\.)?admissions"
 )
 # what a dataset is made of, which does not matter once it is there: its digest is compared
-ORIGIN = re.compile(r"data\.(tasks\..*\.)?(source|reader|columns|collect|fallback)(\..*)?")
+ORIGIN = re.compile(r"data\.(tasks\..*\.)?(source|reader|columns|collect|fallback|cache)(\..*)?")
 
 
 @dataclass(frozen=True)

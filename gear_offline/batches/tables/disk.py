@@ -37,8 +37,10 @@ from gear_offline.batches.tables.table import (
 )
 from gear_offline.batches.tables.window_reader import COPY_BYTES, Places, WindowReader, buffer_bytes
 from gear_offline.core.system import check_available
-from gear_offline.core.text import size_text
+from gear_offline.core.text import say, size_text
 from gear_offline.core.types import Array, Int64Array
+from gear_offline.data.dataset.dataset import Dataset
+from gear_offline.data.dataset.ranges import largest_block
 from gear_offline.data.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 from gear_offline.kernels.columns import ColumnGroup
@@ -47,6 +49,7 @@ from gear_offline.kernels.gather import CpuGather, Padding, Windows, real_steps
 
 CHUNK_BYTES = 8 << 20  # of all columns, at most: windows that begin in a chunk are read together
 THREADS = 4  # that read: a disk is fast with several reads under way, more wait for the interpreter
+REQUESTS = 16  # threads that read by ranges: a server answers late, and many at a time
 BUFFER_SHARE = 8  # its buffers take at most the budget over this
 RESIDENT_SHARE = 32  # a column that takes at most the budget over this is kept in memory whole
 OUTPUT_SHARE = 128  # a block of batches takes at most the budget over this, or one batch
@@ -99,18 +102,21 @@ def share_out(
     small = [n <= budget_bytes // RESIDENT_SHARE and n < widest for n in column_bytes]
     resident = [nowhere or few for nowhere, few in zip(in_no_file, small, strict=True)]
     output_bytes = max(batch * window_bytes, budget_bytes // OUTPUT_SHARE)
-    room = budget_bytes // BUFFER_SHARE
+    room, most_threads, passing = budget_bytes // BUFFER_SHARE, THREADS, COPY_BYTES  # of a thread
+    if ranged := _ranged(dataset):
+        most_threads, passing = REQUESTS, passing + max(largest_block(d.manifest) for d in ranged)
     for least in (False, True):  # in comfort, or what two batches need and no more
         if least:
             resident, output_bytes, room = in_no_file, batch * window_bytes, 0
         read = [n for n, stays in zip(row_bytes, resident, strict=True) if not stays]
-        threads = min(max(room // (2 * (buffer_bytes(read, rows, 1) + COPY_BYTES)), 1), THREADS)
-        chunk = min(CHUNK_BYTES, room // threads - buffer_bytes(read, rows, 0) - COPY_BYTES)
+        threads = room // (2 * (buffer_bytes(read, rows, 1) + passing))
+        threads = min(max(threads, 1), most_threads)
+        chunk = min(CHUNK_BYTES, room // threads - buffer_bytes(read, rows, 0) - passing)
         chunk_steps = max(min(chunk // sum(read), steps), 1)
         used = sum(n for n, stays in zip(column_bytes, resident, strict=True) if stays)
         used += fixed_bytes + OUTPUT_BLOCKS * output_bytes
         used += CONVERSION_FACTOR * converted * output_bytes // window_bytes
-        used += threads * (buffer_bytes(read, rows, chunk_steps) + COPY_BYTES)
+        used += threads * (buffer_bytes(read, rows, chunk_steps) + passing)
         slots = (budget_bytes - used) // slot_bytes
         if slots >= 2 * batch:
             break
@@ -132,6 +138,10 @@ def share_out(
         handout=max(batch, min(slots // TAKEN_SHARE, MOST_TAKEN)),
         resident=tuple(resident),
     )
+
+
+def _ranged(source: TableData) -> list[Dataset]:
+    return [part.dataset for part in parts_of(source) if part.dataset.ranges]
 
 
 class DiskGather:
@@ -164,7 +174,15 @@ class DiskGather:
             raise InputError("LOADER_OPTION", problem, data_name(dataset), remedy)
         dataset = dataset.verify()  # a window is no block that could be compared as it is read
         resident_plans = [plan for plan, stays in zip(plans, sizes.resident, strict=True) if stays]
-        groups = iter(build_table(dataset, options, plans=resident_plans, threads=1).groups)
+        threads = 1
+        if ranged := _ranged(dataset):
+            threads = sizes.threads
+            names = {plan.only[0] or options.condition_column for plan in resident_plans}
+            whole = ", ".join(sorted(names)) or "nothing"
+            for each in ranged:
+                say(f"{each.ranges}: fetched whole: {whole}; other rows as they are drawn")
+        table = build_table(dataset, options, plans=resident_plans, threads=threads)
+        groups = iter(table.groups)
         resident_rows = [next(groups).rows if stays else None for stays in sizes.resident]
         shards = shards_of(parts_of(dataset))
         self._windows = WindowReader(

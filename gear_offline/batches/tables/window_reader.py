@@ -33,7 +33,8 @@ from gear_offline.batches.tables.joint import Part
 from gear_offline.batches.tables.table import GroupPlan, TableOptions, private_rows, whole_pages
 from gear_offline.core.files import file_identity
 from gear_offline.core.types import Array, Int64Array, UInt8Array
-from gear_offline.data.dataset.shard import byte_view, damage_error
+from gear_offline.data.dataset.ranges import RangedFile
+from gear_offline.data.dataset.shard import byte_view, damage_error, read_exactly
 from gear_offline.kernels.columns import final_values
 
 PAGE_BYTES = mmap.PAGESIZE  # offsets, sizes and addresses of direct reads are multiples of this
@@ -195,6 +196,7 @@ class WindowReader:
     ) -> None:
         """Read the windows that begin in one chunk, near parts at once."""
         ends = np.maximum.accumulate(low + places.real)
+        page = PAGE_BYTES if self._shards[shard][0].dataset.ranges is None else 1
         reads: list[tuple[int, int, int]] = []  # begin and end in the file, place in the buffer
         starts: list[Int64Array] = []  # where in the buffer step 0 of the table would be
         at = self._margin
@@ -205,8 +207,8 @@ class WindowReader:
             apart = np.flatnonzero((first[1:] - ends[:-1]) * row_bytes > GAP_BYTES)
             heads, tails = np.append(0, apart + 1), np.append(apart, len(low) - 1)
             begin, end = origin + first[heads] * row_bytes, origin + ends[tails] * row_bytes
-            begin -= begin % PAGE_BYTES
-            room = end - begin + -end % PAGE_BYTES
+            begin -= begin % page
+            room = end - begin + -end % page
             positions = at + np.cumsum(room) - room
             at += int(room.sum())
             reads += zip(begin.tolist(), end.tolist(), positions.tolist(), strict=True)
@@ -224,7 +226,12 @@ class WindowReader:
         dataset, is_same = task.dataset, False
         path = dataset.path / dataset.manifest.shards[number].name
         while not is_same:
-            with open(dataset.open_shard(number), "rb", buffering=0) as file:
+            with dataset.open_shard(number) as file:
+                if isinstance(file, RangedFile):
+                    for begin, end, position in reads:
+                        memory = buffer[position : position + end - begin]
+                        read_exactly(file, memory.data, begin, where=path)
+                    return
                 _read_directly(file.fileno())
                 for begin, end, position in reads:
                     memory = buffer[position : position + whole_pages(end - begin)]

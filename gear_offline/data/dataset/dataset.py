@@ -8,31 +8,37 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Never, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, Never, SupportsIndex, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from gear_offline.config.arguments import check_arguments
+from gear_offline.config.strict_yaml import byte_count
 from gear_offline.core.address import is_remote
 from gear_offline.core.files import FileIdentity, file_identity
 from gear_offline.core.hub import card, put
 from gear_offline.core.system import usable_cores
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
-from gear_offline.data.dataset.fetch import fetch_dataset
+from gear_offline.data.dataset.fetch import fetch_dataset, open_ranges
 from gear_offline.data.dataset.manifest import (
     MANIFEST_NAME,
     Admission,
     Manifest,
+    ShardRecord,
     read_admissions,
 )
+from gear_offline.data.dataset.ranges import RangedFile, Ranges
 from gear_offline.data.dataset.schema import EpisodeIndex, TableSpec, parse_episodes
 from gear_offline.data.dataset.scores import ReferenceScores, RewardEdit
 from gear_offline.data.dataset.shard import (
+    LocalFile,
+    Readable,
     TensorLayout,
     byte_view,
     damage_error,
@@ -47,6 +53,7 @@ from gear_offline.errors import InputError, given_path
 HISTORIES = "histories"  # attribute of the source: the column that numbers them
 RUN_BYTES = 16 << 20  # episodes that follow each other are read together up to this
 MAX_THREADS = 8  # that verify shards
+REQUESTS = 16  # to a server at a time
 
 Columns = dict[str, Array]
 Member = Callable[["Dataset", int], BoolArray]
@@ -91,6 +98,8 @@ class Dataset:
         Whether its statistics stay those of the shards before the first admission.
     view
         Which of the episodes these are, if there are others (`view_episodes`).
+    ranges
+        Where the shards are, if they are read by ranges; `path` then has the manifest alone.
     """
 
     path: Path
@@ -104,6 +113,7 @@ class Dataset:
     admissions: int = 0
     frozen: bool = False
     view: View | None = field(default=None, repr=False)
+    ranges: Ranges | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         return f"Dataset({str(self.path)!r}: {self.spec})"
@@ -259,8 +269,8 @@ class Dataset:
             tensor, record = self._tensor(shard, column), self.manifest.shards[shard]
             data = byte_view(rows[low - start : high - start])
             offset = record.header_bytes + tensor.start + (low - first) * spec.step_bytes
-            with open(self.open_shard(shard), "rb") as file:
-                read_exactly(file.fileno(), data, offset, where=self.path / record.name)
+            with self.open_shard(shard) as file:
+                read_exactly(file, data, offset, where=self.path / record.name)
         return rows.view(spec.dtype).reshape(stop - start, *spec.shape)
 
     def _file_pieces(self, start: int, stop: int) -> list[tuple[int, int]]:
@@ -294,7 +304,7 @@ class Dataset:
         rows = min(max(1, chunk_bytes // spec.step_bytes), tensor.shape[0])
         buffer = np.empty((rows, *tensor.shape[1:]), tensor.dtype)
         in_chunk: slice | BoolArray = slice(None)
-        with open(self.open_shard(shard), "rb") as file:
+        with self.open_shard(shard) as file:
             record, at = self.manifest.shards[shard], 0
             if self.view:
                 first = int(self.view.whole.first_steps[shard])
@@ -393,6 +403,8 @@ class Dataset:
     def verify(self, *, on_progress: OnProgress = lambda n: None) -> Dataset:
         """Return the dataset with every block of every shard compared with its digest, once.
 
+        What is read by ranges is compared whenever it is fetched: nothing is read here.
+
         Parameters
         ----------
         on_progress
@@ -403,11 +415,11 @@ class Dataset:
         InputError
             ``DATASET_DAMAGED`` at the first damage: names file, tensor and block.
         """
-        if self.verified:
+        if self.verified or self.ranges:
             return self
 
         def check(shard: int) -> None:
-            with open(self.open_shard(shard), "rb") as file:
+            with self.open_shard(shard) as file:
                 self._shard_file(shard, file).compare(on_progress)
 
         unread = range(self.verified_shards, len(self.manifest.shards))
@@ -425,8 +437,9 @@ class Dataset:
         `name` is ``USER/NAME``, made (`private`: for you alone) if it is not there, or
         ``USER/NAME@BRANCH``; ``OUTPUT_WRITE`` without a token that may write, or a network.
         """
-        if self.view:
-            problem, remedy = "a view has no files of its own", "push the whole dataset"
+        if self.view or self.ranges:
+            problem = "a view, or what is read by ranges, has no files of its own"
+            remedy = "push the whole dataset"
             raise InputError("USAGE", problem, str(self.path), remedy)
         names = [MANIFEST_NAME, *(shard.name for shard in self.verify().manifest.shards)]
         address, source = name.removeprefix("hub:"), self.manifest.source.uri
@@ -441,20 +454,24 @@ class Dataset:
         files["README.md"] = card(metadata, address, facts, code)
         return put(files, name, "dataset", private=private)
 
-    def open_shard(self, shard: int) -> int:
-        """Return a descriptor of a shard's file, with the content that it had at first.
+    def open_shard(self, shard: int) -> LocalFile | RangedFile:
+        """Return a shard's open file, with the content that it had at first.
 
         A chmod, touch, backup by links or equal copy makes no other content.
         """
         record = self.manifest.shards[shard]
-        with open(open_member(self.path / record.name, size=record.bytes), "rb") as file:
+        if self.ranges is not None:
+            return self.ranges.open(self.manifest, record)
+        with ExitStack() as stack:
+            file = stack.enter_context(open_member(self.path / record.name, size=record.bytes))
             identity = file_identity(file.fileno())
             if identity != self.identities[shard]:
                 self._shard_file(shard, file).compare()
                 self.identities[shard] = identity
-            return os.dup(file.fileno())
+            stack.pop_all()
+            return file
 
-    def _shard_file(self, shard: int, file: BinaryIO) -> ShardFile:
+    def _shard_file(self, shard: int, file: Readable) -> ShardFile:
         return ShardFile(file, self.path, self.manifest, self.manifest.shards[shard])
 
     def _tensor(self, shard: int, name: str) -> TensorLayout:
@@ -490,7 +507,11 @@ class _MeasuredStatistics(Mapping[str, ColumnStatistics]):
 
 @check_arguments()
 def open_dataset(
-    path: str | os.PathLike[str], *, verify: bool = True, admissions: int | None = None
+    path: str | os.PathLike[str],
+    *,
+    verify: bool = True,
+    admissions: int | None = None,
+    cache: int | str | None = None,
 ) -> Dataset:
     """Open the dataset directory at `path`.
 
@@ -505,12 +526,16 @@ def open_dataset(
         (`Dataset.stream`, `Dataset.column`, a table) is compared in any case.
     admissions
         Open a growing dataset as it was after so many admissions; default all.
+    cache
+        Bytes, or ``"20GB"``, of this disk for a dataset at an address.  Rows are then fetched as
+        they are read, by blocks, each compared with its digest; default: all, once.
 
     Raises
     ------
     InputError
         ``DATASET_NOT_FOUND``; ``DATASET_DAMAGED`` at the first damage, with file, tensor and
-        block, or for a newer version of the format; ``SOURCE_CHANGED`` on its server.
+        block, or for a newer version of the format; ``SOURCE_CHANGED`` on its server; ``USAGE``
+        for a `cache` that is none, or smaller than a block.
     UnavailableError
         ``DATASET_NOT_FOUND`` of a server that fails, ``PACKAGE_MISSING``.
 
@@ -527,13 +552,23 @@ def open_dataset(
     >>> dataset.column("rewards").dtype, dataset.statistics["observations"].mean.tolist()
     (dtype('float32'), [6.5, -4.5, 1.0])
     """
-    if is_remote(path):
+    ranges = None
+    if cache is not None:
+        path, ranges = open_ranges(path, _cache_size(cache))
+    elif is_remote(path):
         path = fetch_dataset(path)
     manifest, path = Manifest.read(path), given_path(path, "DATASET_NOT_FOUND", where="path")
-    dataset = with_shards(path, manifest)
+    dataset = with_shards(path, manifest, ranges=ranges)
     if admissions != 0:
         dataset = grow_dataset(dataset, read_admissions(path)[0][:admissions])
     return dataset.verify() if verify else dataset
+
+
+def _cache_size(cache: int | str) -> int:
+    with suppress(ValueError):
+        if type(size := byte_count(cache)) is int and 0 < size < 1 << 62:
+            return size
+    raise InputError("USAGE", f"cache={cache!r} is no size", remedy="write it like '20GB'")
 
 
 def grow_dataset(dataset: Dataset, admissions: Sequence[Admission]) -> Dataset:
@@ -576,14 +611,29 @@ def _summed_up(dataset: Dataset) -> Dataset:
     return replace(dataset, manifest=dataset.manifest.replace_fields(**facts))
 
 
-def with_shards(path: Path, manifest: Manifest, before: Dataset | None = None) -> Dataset:
-    """Return the dataset at `path`; `before` it has the first shards alone."""
+def with_shards(
+    path: Path, manifest: Manifest, before: Dataset | None = None, ranges: Ranges | None = None
+) -> Dataset:
+    """Return the dataset at `path`, or of `ranges`; `before` it has the first shards alone."""
     pieces, identities = list[tuple[Array, ...]](), list[FileIdentity]()
     if before is not None:
         first_piece = (before.episodes.lengths, before.returns, before.terminated, before.truncated)
         pieces, identities = [first_piece], [*before.identities]
-    for shard in manifest.shards[len(identities) :]:
-        with open(open_member(path / shard.name, size=shard.bytes), "rb") as file:
+        ranges = before.ranges
+
+    def fetch(shard: ShardRecord) -> tuple[Array, ...]:
+        assert ranges is not None
+        with ranges.open(manifest, shard) as file:
+            return ShardFile(file, path, manifest, shard).read_episodes()
+
+    shards = manifest.shards[len(identities) :]
+    if ranges is not None:
+        identities += [()] * len(shards)
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            pieces += pool.map(fetch, shards)  # an error cancels
+        shards = []
+    for shard in shards:
+        with open_member(path / shard.name, size=shard.bytes) as file:
             identities.append(file_identity(file.fileno()))
             pieces.append(ShardFile(file, path, manifest, shard).read_episodes())
     lengths, returns, *ends = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
@@ -601,4 +651,5 @@ def with_shards(path: Path, manifest: Manifest, before: Dataset | None = None) -
         verified_shards=0 if before is None else before.verified_shards,
         identities=identities,
         frozen=before is not None and before.frozen,
+        ranges=ranges,
     )

@@ -1,4 +1,4 @@
-"""Fetch datasets of GEAR shards from the Hugging Face Hub or another server."""
+"""Datasets of GEAR shards on the Hugging Face Hub or another server: fetch, or open ranges."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ from gear_offline.data.dataset.manifest import (
     ShardRecord,
     read_admissions,
 )
+from gear_offline.data.dataset.ranges import BlockCache, Ranges
+from gear_offline.data.dataset.shard import LocalFile
 from gear_offline.data.dataset.shard_file import ShardFile
 from gear_offline.errors import InputError
 
+CODE = "DATASET_NOT_FOUND"
 
-def fetch_dataset(path: str | os.PathLike[str], code: str = "DATASET_NOT_FOUND") -> Path:
+
+def fetch_dataset(path: str | os.PathLike[str], code: str = CODE) -> Path:
     """Return the directory that a remote dataset has on this machine, fetched as far as it lacks.
 
     Shards of an address are compared with their digests before they lie there.  Its folder is that
@@ -32,6 +36,58 @@ def fetch_dataset(path: str | os.PathLike[str], code: str = "DATASET_NOT_FOUND")
     address = parse_address(path)
     if address is None:
         return hub.fetch(str(path), "dataset", code)
+    folder, manifest = _fetch_manifest(address, code)
+
+    def check(file: Path, *, shard: ShardRecord) -> None:
+        try:
+            with LocalFile(file) as opened:
+                shard_file = ShardFile(opened, folder, manifest, shard)
+                shard_file.read_episodes()
+                shard_file.compare()
+        except InputError as error:
+            shard_where = hide_secrets(join_address(address, shard.name))
+            remedy = "put the dataset on the server again"
+            raise InputError(error.code, error.problem, shard_where, remedy) from error
+
+    for shard in manifest.shards:
+        if not (folder / shard.name).is_file():
+            download(
+                join_address(address, shard.name),
+                folder / shard.name,
+                code,
+                size=shard.bytes,
+                check=partial(check, shard=shard),
+            )
+    return folder
+
+
+def fetch_manifest(path: str | os.PathLike[str]) -> Path:
+    """Return a directory with the manifest of a remote dataset, and with shards or without."""
+    address = parse_address(path)
+    return fetch_dataset(path) if address is None else _fetch_manifest(address, CODE)[0]
+
+
+def open_ranges(path: str | os.PathLike[str], cache: int) -> tuple[Path, Ranges]:
+    """Return a directory with a dataset's manifest, and its shards, read by ranges.
+
+    The cache, of `cache` bytes, belongs to the address.
+    """
+    address = parse_address(path)
+    if address is None:
+        problem, remedy = "a cache is for the ranges of an address", "leave `cache` out"
+        if hub.is_hub(path):
+            repo, inner, revision = hub.split_name(str(path), "USAGE")
+            place = "/".join(filter(None, (repo + f"@{revision}" * bool(revision), inner)))
+            remedy = f"write hf://datasets/{place}, or {remedy}"
+        raise InputError("USAGE", problem, str(path), remedy)
+    folder, manifest = _fetch_manifest(address, CODE)
+    ranges = Ranges(address, BlockCache(cache_folder(hide_secrets(address), "blocks"), cache))
+    ranges.check_size(manifest)
+    return folder, ranges
+
+
+def _fetch_manifest(address: str, code: str) -> tuple[Path, Manifest]:
+    """Return a folder of its own for a manifest and what was admitted, and both."""
     check_address(address, code)
     where = hide_secrets(join_address(address, MANIFEST_NAME))
     raw = _read(address, MANIFEST_NAME, code, most=MAX_MANIFEST_BYTES)
@@ -49,29 +105,7 @@ def fetch_dataset(path: str | os.PathLike[str], code: str = "DATASET_NOT_FOUND")
         for name, content in ((ADMISSIONS_NAME, admissions), (MANIFEST_NAME, raw)):
             if content:
                 write_file(folder / name, content)
-    grown = manifest.grown(read_admissions(folder)[0])
-
-    def check(file: Path, *, shard: ShardRecord) -> None:
-        try:
-            with open(file, "rb") as opened:
-                shard_file = ShardFile(opened, folder, grown, shard)
-                shard_file.read_episodes()
-                shard_file.compare()
-        except InputError as error:
-            shard_where = hide_secrets(join_address(address, shard.name))
-            remedy = "put the dataset on the server again"
-            raise InputError(error.code, error.problem, shard_where, remedy) from error
-
-    for shard in grown.shards:
-        if not (folder / shard.name).is_file():
-            download(
-                join_address(address, shard.name),
-                folder / shard.name,
-                code,
-                size=shard.bytes,
-                check=partial(check, shard=shard),
-            )
-    return folder
+    return folder, manifest.grown(read_admissions(folder)[0])
 
 
 def _read(address: str, name: str, code: str, *, most: int) -> bytes:

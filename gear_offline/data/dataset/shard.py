@@ -11,9 +11,10 @@ import json
 import os
 from dataclasses import dataclass
 from functools import lru_cache
+from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -137,7 +138,21 @@ class BlockDigests:
         return "".join(self.done)
 
 
-def open_member(path: Path, *, size: int | None = None) -> int:
+class Readable(Protocol):
+    """An open shard."""
+
+    def read_at(self, buffer: memoryview, offset: int) -> int:
+        """Fill `buffer` (bytes) from byte `offset`; return the bytes that were there."""
+
+
+class LocalFile(FileIO):
+    """A file of this machine."""
+
+    def read_at(self, buffer: memoryview, offset: int) -> int:
+        return read_at(self.fileno(), buffer, offset)
+
+
+def open_member(path: Path, *, size: int | None = None) -> LocalFile:
     """Open a file of a dataset's directory, a regular one of `size` bytes, or a link to one."""
     try:
         handle = open_regular(path)
@@ -147,13 +162,13 @@ def open_member(path: Path, *, size: int | None = None) -> int:
     if size is not None and actual != size:
         os.close(handle)
         raise damage_error(f"the file has {actual} bytes, the manifest says {size}", path)
-    return handle
+    return LocalFile(handle)
 
 
-def read_exactly(handle: int, buffer: memoryview, offset: int, *, where: Path | str) -> None:
+def read_exactly(file: Readable, buffer: memoryview, offset: int, *, where: Path | str) -> None:
     """Fill `buffer` (bytes) from byte `offset` of a file (``DATASET_DAMAGED``)."""
     try:
-        count = read_at(handle, buffer, offset)
+        count = file.read_at(buffer, offset)
     except OSError as error:
         raise damage_error(f"cannot read: {error.strerror or error}", where) from error
     if count < len(buffer):

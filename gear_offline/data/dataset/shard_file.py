@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from gear_offline.data.dataset.shard import (
     DIGEST_CHARS,
     EPISODE_COLUMNS,
     BlockDigests,
+    Readable,
     TensorLayout,
     byte_view,
     damage_error,
@@ -28,7 +29,7 @@ OnProgress = Callable[[int], None]
 class ShardFile(NamedTuple):
     """An open file, and the record of the manifest that it has to fit."""
 
-    file: BinaryIO
+    file: Readable
     folder: Path
     manifest: Manifest
     record: ShardRecord
@@ -42,7 +43,7 @@ class ShardFile(NamedTuple):
             data = byte_view(buffer)[: end - begin]
             for at in range(0, len(data), PIECE_BYTES):
                 piece = data[at : at + PIECE_BYTES]
-                read_exactly(self.file.fileno(), piece, begin + at, where=where)
+                read_exactly(self.file, piece, begin + at, where=where)
                 blocks.update(piece)
             begin += len(data)
             if begin == end:
@@ -65,7 +66,7 @@ class ShardFile(NamedTuple):
         """Check the header, and return the `EPISODE_COLUMNS`."""
         where, record = self.folder / self.record.name, self.record
         header = bytearray(record.header_bytes)
-        read_exactly(self.file.fileno(), memoryview(header), 0, where=where)
+        read_exactly(self.file, memoryview(header), 0, where=where)
         if header != encode_header(self.manifest.tensors(record)):
             raise damage_error("the shard's header is not the one that the manifest implies", where)
         values: list[Array] = []
