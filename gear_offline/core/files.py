@@ -307,7 +307,7 @@ def take_lock(path: Path, flags: int = 0) -> int:
 
 
 @contextmanager
-def turn_of(path: Path, *, quiet: bool) -> Iterator[None]:
+def turn_of(path: Path, *, quiet: bool, seconds: float = TURN_SECONDS) -> Iterator[None]:
     """Let one process at a time make what is to appear at `path`; another waits, and says so."""
     lock_path, is_told = path.with_name(f".{path.name}.making"), False
     check_folder(path.parent, output=path)
@@ -317,7 +317,7 @@ def turn_of(path: Path, *, quiet: bool) -> Iterator[None]:
             if not is_told:
                 say(f"{path}: waits for another process, which makes it", quiet=quiet)
             is_told = True
-            time.sleep(TURN_SECONDS)
+            time.sleep(seconds)
     try:
         yield
     finally:

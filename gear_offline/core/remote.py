@@ -13,7 +13,7 @@ import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from http.client import HTTPResponse
 from pathlib import Path
@@ -50,7 +50,7 @@ class RemoteFile(Protocol):
     def read(self, version: Version, offset: int) -> Iterator[bytes]:
         """Yield the bytes from `offset` on, in order; there is at least one."""
 
-    def read_range(self, begin: int, end: int) -> Iterator[bytes]:
+    def read_range(self, begin: int, end: int) -> Generator[bytes]:
         """Yield the bytes ``[begin, end)`` of any version, in order."""
 
 
@@ -129,28 +129,26 @@ def read_range(address: str, begin: int, end: int, code: str) -> bytearray:
 
     What refuses, or takes no ranges, is an `InputError` with `code` at once.
     """
-    for attempt in range(ATTEMPTS):
-        if attempt:
-            time.sleep(WAIT_SECONDS * 2 ** (attempt - 1))
+    for attempt in range(1, ATTEMPTS + 1):
         try:
             with _server_errors(address, code):
                 return _read_range(_open(address), begin, end)
         except UnavailableError as error:
             failure = error
-            if attempt == 0:
-                _say_once(urlsplit(error.where).netloc, f"{error.problem} ({error.where})")
+        if attempt < ATTEMPTS:
+            _say_once(urlsplit(address).hostname, failure.problem)
+            time.sleep(WAIT_SECONDS * 2 ** (attempt - 1))
     problem = f"{failure.problem}, {ATTEMPTS} times"
     raise UnavailableError(code, problem, failure.where, failure.remedy) from failure
 
 
 def _read_range(file: RemoteFile, begin: int, end: int) -> bytearray:
     content, size, started = bytearray(), end - begin, time.monotonic()
-    with closing(file.read_range(begin, end)) as blocks:  # type: ignore[type-var]
+    with closing(file.read_range(begin, end)) as blocks:
         for block in blocks:
             content += block
             seconds = time.monotonic() - started
-            is_slow = seconds > TIMEOUT_SECONDS + len(content) / LEAST_RATE
-            if len(content) > size or (is_slow and len(content) < size):
+            if seconds > TIMEOUT_SECONDS + len(content) / LEAST_RATE or len(content) > size:
                 break
     if len(content) != size:
         took = f"in {time.monotonic() - started:.0f} seconds"
@@ -158,12 +156,12 @@ def _read_range(file: RemoteFile, begin: int, end: int) -> bytearray:
     return content
 
 
-_TOLD = set[str]()
+_TOLD = set[str | None]()
 
 
-def _say_once(server: str, problem: str) -> None:
+def _say_once(server: str | None, problem: str) -> None:
     if server not in _TOLD:
-        say(f"warning: {problem}: ranges of this server are asked for up to {ATTEMPTS} times")
+        say(f"warning: {server}: {problem}; ranges are asked for up to {ATTEMPTS} times")
     _TOLD.add(server)
 
 
@@ -228,7 +226,7 @@ class _HttpFile:
             while block := answer.read(1 << 20):
                 yield block
 
-    def read_range(self, begin: int, end: int) -> Iterator[bytes]:
+    def read_range(self, begin: int, end: int) -> Generator[bytes]:
         with self._ask({"Range": f"bytes={begin}-{end - 1}"}) as answer:
             if answer.status != 206:
                 problem = f"the server reads no ranges: it answers {answer.status} to one"
@@ -276,7 +274,7 @@ class _FsspecFile:
             stop = min(start + BLOCK_BYTES, version.size or 0)
             yield self._files.cat_file(self._path, start=start, end=stop)
 
-    def read_range(self, begin: int, end: int) -> Iterator[bytes]:
+    def read_range(self, begin: int, end: int) -> Generator[bytes]:
         yield self._files.cat_file(self._path, start=begin, end=end)
 
 

@@ -621,18 +621,18 @@ def with_shards(
         pieces, identities = [first_piece], [*before.identities]
         ranges = before.ranges
 
+    shards = manifest.shards[len(identities) :]
+
     def fetch(shard: ShardRecord) -> tuple[Array, ...]:
         assert ranges is not None
         with ranges.open(manifest, shard) as file:
             return ShardFile(file, path, manifest, shard).read_episodes()
 
-    shards = manifest.shards[len(identities) :]
     if ranges is not None:
-        identities += [()] * len(shards)
         with ThreadPoolExecutor(REQUESTS) as pool:
             pieces += pool.map(fetch, shards)  # an error cancels
-        shards = []
-    for shard in shards:
+        identities += [()] * len(shards)
+    for shard in [] if ranges else shards:
         with open_member(path / shard.name, size=shard.bytes) as file:
             identities.append(file_identity(file.fileno()))
             pieces.append(ShardFile(file, path, manifest, shard).read_episodes())

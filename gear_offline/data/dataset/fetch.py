@@ -74,12 +74,8 @@ def open_ranges(path: str | os.PathLike[str], cache: int) -> tuple[Path, Ranges]
     """
     address = parse_address(path)
     if address is None:
-        problem, remedy = "a cache is for the ranges of an address", "leave `cache` out"
-        if hub.is_hub(path):
-            repo, inner, revision = hub.split_name(str(path), "USAGE")
-            place = "/".join(filter(None, (repo + f"@{revision}" * bool(revision), inner)))
-            remedy = f"write hf://datasets/{place}, or {remedy}"
-        raise InputError("USAGE", problem, str(path), remedy)
+        remedy = "leave `cache` out; a dataset on the Hub has one: hf://datasets/USER/NAME"
+        raise InputError("USAGE", "a cache is for a dataset at an address", str(path), remedy)
     folder, manifest = _fetch_manifest(address, CODE)
     ranges = Ranges(address, BlockCache(cache_folder(hide_secrets(address), "blocks"), cache))
     ranges.check_size(manifest)
