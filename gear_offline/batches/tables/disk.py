@@ -56,6 +56,7 @@ OUTPUT_SHARE = 128  # a block of batches takes at most the budget over this, or 
 OUTPUT_BLOCKS = 4  # the one handed out, the next, and two that may be in use
 PIECE = 4096  # windows drawn in one go, which takes some hundred bytes each in passing
 TAKEN_SHARE, MOST_TAKEN = 16, 16384  # of the slots, and windows, that are handed out at a time
+FEW_TAKEN = 4  # batches, of what is read by ranges: each window of the first may need a block
 INDEX_BYTES = 64  # an episode: offset, length, return, ends, address, and two of a sampler
 GUIDE_BYTES = 64  # an episode, at most: of a sampler, which has at most 2^GUIDE_BITS entries
 CONVERSION_FACTOR = 8  # bytes in passing for each byte of float32 that is cast or normalised
@@ -102,14 +103,16 @@ def share_out(
     small = [n <= budget_bytes // RESIDENT_SHARE and n < widest for n in column_bytes]
     resident = [nowhere or few for nowhere, few in zip(in_no_file, small, strict=True)]
     output_bytes = max(batch * window_bytes, budget_bytes // OUTPUT_SHARE)
-    room, most_threads, passing = budget_bytes // BUFFER_SHARE, THREADS, COPY_BYTES  # of a thread
+    room, most_threads, most_taken, fetched = budget_bytes // BUFFER_SHARE, THREADS, MOST_TAKEN, 0
     if ranged := _ranged(dataset):
-        most_threads, passing = REQUESTS, passing + max(largest_block(d.manifest) for d in ranged)
+        most_threads, most_taken = REQUESTS, FEW_TAKEN * batch
+        fetched = max(largest_block(each.manifest) for each in ranged)
     for least in (False, True):  # in comfort, or what two batches need and no more
         if least:
             resident, output_bytes, room = in_no_file, batch * window_bytes, 0
         read = [n for n, stays in zip(row_bytes, resident, strict=True) if not stays]
-        threads = room // (2 * (buffer_bytes(read, rows, 1) + passing))
+        passing = COPY_BYTES + fetched
+        threads = room // (2 * (buffer_bytes(read, rows, 1) + COPY_BYTES) + fetched)
         threads = min(max(threads, 1), most_threads)
         chunk = min(CHUNK_BYTES, room // threads - buffer_bytes(read, rows, 0) - passing)
         chunk_steps = max(min(chunk // sum(read), steps), 1)
@@ -135,7 +138,7 @@ def share_out(
         chunk_steps=chunk_steps,
         threads=threads,
         output_bytes=output_bytes,
-        handout=max(batch, min(slots // TAKEN_SHARE, MOST_TAKEN)),
+        handout=max(batch, min(slots // TAKEN_SHARE, most_taken)),
         resident=tuple(resident),
     )
 

@@ -2,9 +2,10 @@
 
 Selection is a pure function of (seed, step), so the windows of the coming steps are known.  They
 are read in blocks: those of consecutive steps, which fill most of the memory, in the order of their
-place on the disk.  A window is kept, in a slot of its own, until it was used; the next block takes
-the slots that become free.  At the start, and after a jump, blocks are small, so that the first
-batches come soon, and each is four times as large as the one before it.
+place on the disk, forth and back, so that a cache of a server's files has what comes first.  A
+window is kept, in a slot of its own, until it was used; the next block takes the slots that become
+free.  At the start, and after a jump, blocks are small, so that the first batches come soon, and
+each is four times as large as the one before it.
 
 Words: a *reference* q is a window of the stream, ``q = step * B + slot of the batch``.  The order
 of q is the order of use.
@@ -39,6 +40,7 @@ class DrawnWindows:
         self.order = np.argsort(low, kind="stable")  # on the disk
         self.slots, self.ready = np.full(self.size, -1), np.zeros(self.size, bool)
         self.begun = self.used = 0  # so many were given to jobs, of `order`; were used
+        self.is_backward = False  # whether jobs take `order` from its end
 
 
 Draw = Callable[[int, int], DrawnWindows]  # of a first step and a number of steps
@@ -69,6 +71,7 @@ class ReadPlan:
         self._blocks: deque[DrawnWindows] = deque()
         self._base = self._end = 0  # the next reference that will be used; the end of those known
         self._size, self._drawing = handout, False  # of the next block
+        self._is_backward = False
 
     def move(self, step: int) -> None:
         """Make `step` the next one and release the windows before it."""
@@ -97,18 +100,21 @@ class ReadPlan:
         """Add a block that `next_block` asked for, unless the plan has moved elsewhere since."""
         if block.first == self._end:
             self._blocks.append(block)
+            block.is_backward, self._is_backward = self._is_backward, not self._is_backward
             self._end, self._size, self._drawing = block.last, GROWTH * self._size, False
 
     def next_job(self) -> Job | None:
         """Return the next job to read, or None if nothing should or can be read."""
         for block in self._blocks:
             while block.begun < block.size:
-                end = block.begun + max(block.size // JOBS, 1)
-                entries = block.order[block.begun : end]
+                begin, end = block.begun, min(block.begun + max(block.size // JOBS, 1), block.size)
+                if block.is_backward:
+                    begin, end = block.size - end, block.size - begin
+                entries = block.order[begin:end]
                 entries = entries[entries >= block.used]
                 if len(entries) > self._free_count:
                     return None
-                block.begun = end
+                block.begun += end - begin
                 if len(entries):
                     return self._job(block, entries)
         return None
