@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import http.server
 import json
+import pickle
 import re
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -15,8 +20,11 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+import xxhash
 
 import gear_offline as go
+from gear_offline.artifacts.json_lines import read_records
+from gear_offline.batches.tables import disk
 from gear_offline.cli.main import main
 from gear_offline.core import remote
 from gear_offline.data.dataset.growing import GrowingDataset
@@ -32,6 +40,7 @@ from tests.support import (
     run_python,
     write_hdf5,
 )
+from tests.test_loader import same
 
 LONG = bytes(range(256)) * (24 << 12)  # 24 MiB: more than the buffers of a connection
 
@@ -47,6 +56,7 @@ class Server(http.server.ThreadingHTTPServer):
         self.files: dict[str, bytes] = {}
         self.ranges: list[str] = []  # of the requests for one
         self.most: int | None = None  # bytes after which each answer breaks off
+        self.sent, self.drip = 0, 0.0  # seconds between two bytes
         self.status = 0  # of each answer
         self.login = ""  # that it asks for
         self.tag, self.has_ranges = "ETag", True
@@ -69,18 +79,27 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if server.status or path not in server.files:
             return self.send_error(server.status or 404)
         content, most, begin = server.files[path], server.most, 0
+        size = end = len(content)
         server.wait()
         if span and server.has_ranges:
             server.ranges.append(span)
-            begin = int(re.findall(r"\d+", span)[0])
-        self.send_response(206 if begin else 200)
-        if begin:
-            self.send_header("Content-Range", f"bytes {begin}-{len(content) - 1}/{len(content)}")
+            begin, end = (int(text) for text in (*re.findall(r"\d+", span), end - 1)[:2])
+            end += 1
+            if begin >= size:
+                return self.send_error(416)
+        self.send_response(206 if span and server.has_ranges else 200)
+        if span and server.has_ranges:
+            self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{size}")
         if server.tag:
             self.send_header(server.tag, f'"{hash(content)}"')
-        self.send_header("Content-Length", str(len(content) - begin))
+        self.send_header("Content-Length", str(end - begin))
         self.end_headers()
-        self.wfile.write(content[begin:][:most])
+        if server.drip:
+            for at in range(begin, end):
+                self.wfile.write(content[at : at + 1])
+                time.sleep(server.drip)
+        self.wfile.write(content[begin:end][:most])
+        server.sent += end - begin
 
 
 @pytest.fixture
@@ -363,3 +382,191 @@ def test_a_missing_package_is_named(address: str, monkeypatch: Patch) -> None:
         go.open_source(address)
     extra = "pip install 'gear-offline[remote]'"
     assert caught.value.remedy == (extra if "s3" in address else "Install adlfs to access it")
+
+
+# by ranges -----------------------------------------------------------------------------------
+
+ROWS: dict[str, Any] = {"batch_size": 8, "context_length": 9, "device": "cpu", "gamma": 0.9}
+ROWS |= {"placement": "disk", "host_budget": "1MiB"}
+CACHE = 96 << 10  # a third of the blocks below
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: Patch) -> go.Dataset:
+    """A dataset of blocks of a kibibyte, no column of which is kept in memory whole."""
+    monkeypatch.setattr(disk, "RESIDENT_SHARE", 1 << 60)
+    monkeypatch.setattr(remote, "WAIT_SECONDS", 0.01)
+    made = make_dataset(tmp_path, [30, 1, 7, 55, 20, 3] * 24)
+    go.convert(made.path, tmp_path / "set", block_bytes=1 << 10, shard_bytes=80_000, quiet=True)
+    return go.open_dataset(tmp_path / "set")
+
+
+def blocks_in(cache: Path) -> dict[str, bytes]:
+    """Return the blocks of a cache, whole all, within its size."""
+    files = [path for path in cache.glob("*/*") if re.fullmatch("[0-9a-f]{32}", path.name)]
+    blocks = {path.name: path.read_bytes() for path in files}
+    assert {name: xxhash.xxh3_128_hexdigest(each) for name, each in blocks.items()} == {
+        name: name for name in blocks
+    }
+    assert sum(-(-len(each) // 4096) * 4096 for each in blocks.values()) <= CACHE
+    return blocks
+
+
+@pytest.mark.parametrize("protocol", ["http", "memory"])
+def test_batches_by_ranges_are_those_of_the_local_dataset(
+    server: Server, data: go.Dataset, tmp_path: Path, protocol: str, capsys: Captured
+) -> None:
+    address = serve_folder(server, data.path)
+    if protocol == "memory":
+        address = "memory://bucket/ranges"
+        fsspec.filesystem("memory").put(str(data.path), "/bucket/ranges", recursive=True)
+    far = go.open_dataset(address, cache=CACHE)
+    assert server.sent < data.manifest.total_bytes / 3
+    observations, rewards = data.column("observations"), data.column("rewards")
+    for one, other in ((data, far), (go.split(data, "30%")[0], go.split(far, "30%")[0])):
+        with go.GearLoader(one, **ROWS) as local, go.GearLoader(other, **ROWS) as loader:
+            for step in range(24):
+                batch, draws = next(loader), loader.segments_at(step)
+                assert same(batch, next(local))
+                for row, number in enumerate(draws.episodes):
+                    begin = int(one.file_steps[number] + draws.starts[row])
+                    count = int(batch.attention_mask[row].sum())
+                    rows = observations[begin : begin + count]
+                    assert (batch.states[row, :count].numpy() == rows).all()
+                if step % 8 == 0:
+                    assert same(loader.batch_at(3), local.batch_at(3))
+        assert blocks_in(tmp_path / "cache")
+    assert "fetched whole: rewards;" in capsys.readouterr().err
+    with go.GearLoader(far, **ROWS | {"placement": "host"}) as loader:  # and in memory
+        assert same(next(loader), go.GearLoader(data, **ROWS | {"placement": "host"}).batch_at(0))
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(far)).column("rewards"), rewards)
+    assert not [name for name in whole_files(tmp_path / "cache") if name.startswith("shard")]
+    assert blocks_in(tmp_path / "cache")
+
+
+def change(server: Server) -> None:
+    for name in [name for name in server.files if "shard" in name]:
+        server.files[name] = server.files[name][::-1]
+
+
+FAULTS: dict[str, tuple[Callable[[Server], object], str, str]] = {
+    "refuses": (lambda s: setattr(s, "status", 403), "SOURCE_READ", "server refuses"),
+    "is gone": (lambda s: s.files.clear(), "SOURCE_READ", "no such file"),
+    "fails": (lambda s: setattr(s, "status", 503), "SOURCE_READ", "503.*4 times"),
+    "breaks off": (lambda s: setattr(s, "most", 99), "SOURCE_READ", "it sent 99 bytes"),
+    "has no ranges": (lambda s: setattr(s, "has_ranges", False), "SOURCE_READ", "no ranges"),
+    "changes": (change, "SOURCE_CHANGED", "digest"),
+    "is cut": (lambda s: s.files.update(dict.fromkeys(s.files, b"")), "SOURCE_CHANGED", "shorter"),
+    "hangs": (lambda s: setattr(s, "wait", lambda: time.sleep(0.3)), "SOURCE_READ", "timed out"),
+    "is dead": (lambda s: s.server_close(), "SOURCE_READ", "refused.*4 times"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_server_that_fails_midway_is_one_error(
+    server: Server, data: go.Dataset, tmp_path: Path, fault: str, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(remote, "TIMEOUT_SECONDS", 0.1)
+    address = serve_folder(server, data.path)
+    loader = go.GearLoader(go.open_dataset(address, cache=CACHE), **ROWS)
+    loader.batch_at(0)
+    before, (begin, code, words) = blocks_in(tmp_path / "cache"), FAULTS[fault]
+    begin(server)
+    with one_error(code, words) as caught:
+        loader.dataset.column("observations")
+    assert caught.value.where.startswith(f"{address}/shard-0") and caught.value.remedy
+    with one_error(code, words):
+        for _ in range(400):
+            next(loader)
+    loader.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("gear-")]
+    assert set(blocks_in(tmp_path / "cache")) <= set(before)
+
+
+def test_a_server_that_fails_now_and_then_is_asked_again(
+    server: Server, data: go.Dataset, capsys: Captured, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(remote, "_TOLD", set())
+    far, answers = go.open_dataset(serve_folder(server, data.path), cache=CACHE), count()
+
+    def fail() -> None:
+        server.most = 10 if next(answers) % 3 else None
+
+    server.wait = fail
+    np.testing.assert_array_equal(far.column("actions"), data.column("actions"))
+    assert capsys.readouterr().err.count("warning") == 1
+
+
+def test_a_server_that_drips_is_an_error(
+    server: Server, data: go.Dataset, monkeypatch: Patch
+) -> None:
+    far = go.open_dataset(serve_folder(server, data.path), cache=CACHE)
+    monkeypatch.setattr(remote, "TIMEOUT_SECONDS", 0.2)
+    server.drip = 0.05
+    with one_error("SOURCE_READ", r"it sent \d+ bytes for the 1024 .* in 0 seconds, 4 times"):
+        far.column("observations")
+
+
+READ = """
+import sys, hashlib, gear_offline as go
+for _ in range(4):
+    data = go.open_dataset(sys.argv[1], cache=int(sys.argv[2]))
+    print(hashlib.sha256(data.column("observations").tobytes()).hexdigest(), flush=True)
+"""
+
+
+def test_processes_share_a_cache_and_mend_it(
+    server: Server, data: go.Dataset, tmp_path: Path
+) -> None:
+    address = serve_folder(server, data.path)
+    command = [sys.executable, "-c", READ, address, str(CACHE)]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert started[0].stdout and started[0].stdout.readline()
+    started[0].kill()
+    digest = hashlib.sha256(data.column("observations").tobytes()).hexdigest()
+    assert [each.communicate()[0].split() for each in started[1:]] == [[digest] * 4] * 2
+    started[0].communicate()
+    name, *names = blocks_in(tmp_path / "cache")
+    (block,) = (tmp_path / "cache").glob(f"*/{name}")
+    for damaged in names[:3]:  # as after a power cut
+        block.with_name(damaged).write_bytes(b"?" * 1024)
+    block.with_name("used").write_bytes(b"")
+    leftover = block.with_name(f".{name}.gear-part-0123456789ab")
+    leftover.touch()
+    far = go.open_dataset(address, cache=CACHE)
+    np.testing.assert_array_equal(far.column("actions"), data.column("actions"))
+    np.testing.assert_array_equal(far.column("rewards"), data.column("rewards"))
+    blocks_in(tmp_path / "cache")
+    assert not leftover.exists() and not [*block.parent.glob(".*")]
+
+
+def test_a_recipe_trains_and_reports_by_ranges(
+    server: Server, data: go.Dataset, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    address = serve_folder(server, data.path)
+    options = {
+        "train.steps": 4,
+        "evaluate.episodes": 0,
+        "train.device": "cpu",
+        "data.held_out": 0.3,
+    }
+    options |= {"loader.placement": "disk", "loader.host_budget": "4MiB"}
+    far = go.train("smoke", options | {"data.path": address, "data.cache": "1MB"}, out="far")
+    near = go.train("smoke", options | {"data.path": "set"}, out="near")
+    logs = [read_records(run.path / "metrics.jsonl") for run in (far, near)]
+    losses = [[row["loss"] for row in log if "loss" in row] for log in logs]
+    assert losses[0] == losses[1] and len(losses[0])
+    assert not [name for name in whole_files(tmp_path / "cache") if name.startswith("shard")]
+    with one_error("RECIPE", "cache is for a path at an address"):
+        go.load_recipe("smoke", {"data.path": "set", "data.cache": "1MB"})
+    for path, cache, words in (
+        ("set", "1MB", "at an address"),
+        ("hub:a/b", "1MB", "hf://datasets/USER/NAME"),
+        (address, 1000, "holds no block"),
+        (address, "much", "no size"),
+        (address, 0, "no size"),
+        (address, True, "no size"),
+    ):
+        with one_error("USAGE", words):
+            go.open_dataset(path, cache=cache)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gear_offline.core import hub
 from gear_offline.core.address import check_address, hide_secrets, join_address, parse_address
-from gear_offline.core.files import read_regular, write_file, writing
+from gear_offline.core.files import read_regular, turn_of, write_file, writing
 from gear_offline.core.remote import cache_folder, download, fetch_file
 from gear_offline.data.dataset.manifest import (
     ADMISSIONS_NAME,
@@ -97,7 +97,7 @@ def _fetch_manifest(address: str, code: str) -> tuple[Path, Manifest]:
         if error.code != code:
             raise
         admissions = b""  # servers may refuse what is not there
-    with writing(folder):
+    with turn_of(folder / MANIFEST_NAME, quiet=True), writing(folder):
         for name, content in ((ADMISSIONS_NAME, admissions), (MANIFEST_NAME, raw)):
             if content:
                 write_file(folder / name, content)
