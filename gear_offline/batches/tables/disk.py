@@ -180,10 +180,14 @@ class DiskGather:
         threads = 1
         if ranged := _ranged(dataset):
             threads = sizes.threads
-            names = {plan.only[0] or options.condition_column for plan in resident_plans}
-            whole = ", ".join(sorted(names)) or "nothing"
+            source = options.condition_column
+            names = sorted({plan.only[0] or source for plan in resident_plans})
             for each in ranged:
-                say(f"{each.ranges}: fetched whole: {whole}; other rows as they are drawn")
+                block = size_text(largest_block(each.manifest))
+                say(
+                    f"{each.ranges}: fetched whole: {', '.join(names) or 'nothing'}; other rows as "
+                    f"they are drawn, in blocks of up to {block}"
+                )
         table = build_table(dataset, options, plans=resident_plans, threads=threads)
         groups = iter(table.groups)
         resident_rows = [next(groups).rows if stays else None for stays in sizes.resident]

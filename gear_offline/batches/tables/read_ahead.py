@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from gear_offline.errors import GearError
 REFERENCE_BYTES = 128  # of the plan, for each slot, at most
 JOBS = 64  # of a block: each takes slots and reads, while others do
 GROWTH = 4  # of blocks after a start
+STOP_SECONDS = 5.0  # at most for threads that read: a server may not answer for minutes
 
 
 class DrawnWindows:
@@ -212,16 +214,17 @@ class ReadAhead:
             self._changed.notify()
 
     def stop(self) -> None:
-        """End the threads and wait for them; can be repeated."""
+        """End the threads and wait for them, but no server's answer; can be repeated."""
         if self._is_copy():
             return
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
             self._arrived.notify_all()
+        end = time.monotonic() + STOP_SECONDS
         for thread in self._threads:
             if thread.is_alive():
-                thread.join()
+                thread.join(max(end - time.monotonic(), 0.0))
 
     def check(self, *, ahead: bool = False) -> None:
         """Raise as `take` does if reading cannot go on; with `ahead` also in a forked copy.
