@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -39,6 +40,8 @@ def run(*, quick: bool = False) -> dict[str, Any]:
             make_data(Path(folder, "set"), nbytes, block)
             with serve(folder) as (address, sent):
                 for name, size in (("local", 0), ("cold", 2), ("warm", 2), ("half", 0.5)):
+                    if name != "warm":
+                        shutil.rmtree(f"{folder}/cache", ignore_errors=True)
                     before, began, path = sent(), time.perf_counter(), f"{address}/set"
                     cache = max(int(size * nbytes), block)
                     if name == "local":

@@ -538,6 +538,8 @@ def test_processes_share_a_cache_and_mend_it(
     np.testing.assert_array_equal(far.column("rewards"), data.column("rewards"))
     blocks_in(tmp_path / "cache")
     assert not leftover.exists() and not [*block.parent.glob(".*")]
+    go.open_dataset(address, cache=CACHE // 2)  # no larger than it is asked for
+    assert 4096 * len(blocks_in(tmp_path / "cache")) <= CACHE // 2
 
 
 def test_a_recipe_trains_and_reports_by_ranges(

@@ -79,6 +79,7 @@ def open_ranges(path: str | os.PathLike[str], cache: int) -> tuple[Path, Ranges]
     folder, manifest = _fetch_manifest(address, CODE)
     ranges = Ranges(address, BlockCache(cache_folder(hide_secrets(address), "blocks"), cache))
     ranges.check_size(manifest)
+    ranges.cache.shrink()
     return folder, ranges
 
 

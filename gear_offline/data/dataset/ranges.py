@@ -85,8 +85,14 @@ class BlockCache:
                 hidden.rename(path)
                 return os.dup(file.fileno())
 
+    def shrink(self) -> None:
+        """Remove what is too much, and what killed processes left."""
+        used = self.folder / _USED
+        with turn_of(used, quiet=True, seconds=TURN_SECONDS), writing(self.folder):
+            used.write_bytes(b"%d" % self._make_room(0))
+
     def _make_room(self, room: int) -> int:
-        """Remove blocks until `room` is free, and some more; return the bytes that stay."""
+        """Remove blocks if `room` is not free, then some more; return the bytes that stay."""
         remove_leftovers(self.folder)
         blocks = list[tuple[float, int, str]]()
         for entry in os.scandir(self.folder):
@@ -95,7 +101,8 @@ class BlockCache:
                 if stat.S_ISREG(status.st_mode) and len(entry.name) == DIGEST_CHARS:
                     blocks.append((status.st_atime, _disk_bytes(status.st_size), entry.path))
         total = sum(nbytes for _, nbytes, _ in blocks)
-        most = min(self.size - room, self.size - self.size // 8)
+        most = self.size - room
+        most = most if total <= most else min(most, self.size - self.size // 8)
         for _, nbytes, path in sorted(blocks):
             if total <= most:
                 break
