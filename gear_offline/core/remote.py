@@ -23,7 +23,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from gear_offline.core.address import check_address, hide_secrets
 from gear_offline.core.files import check_new_file, sync_directory, turn_of, write_all, writing
 from gear_offline.core.progress import Progress
-from gear_offline.core.text import first_line, say
+from gear_offline.core.text import first_line, say, size_text
 from gear_offline.errors import GearError, InputError, UnavailableError
 
 TIMEOUT_SECONDS = 30.0  # without a byte of the server
@@ -31,6 +31,7 @@ BLOCK_BYTES = 8 << 20  # of a request for a range through fsspec
 ATTEMPTS, WAIT_SECONDS = 4, 1.0  # to read a range; the wait after the first, and twice the last
 LEAST_RATE = 64 << 10  # bytes a second of a range, after `TIMEOUT_SECONDS`
 CACHE_VARIABLE = "GEAR_OFFLINE_CACHE"
+TOLD_AFTER_SECONDS = 10.0
 VERSION_FACTS = "etag|hash|md5|sha|blob_id|generation|creat|modif|mtime|updated"  # of fsspec's info
 
 
@@ -129,14 +130,19 @@ def read_range(address: str, begin: int, end: int, code: str) -> bytearray:
 
     What refuses, or takes no ranges, is an `InputError` with `code` at once.
     """
+    traffic = _TRAFFIC.setdefault(urlsplit(address).hostname, _Traffic())
     for attempt in range(1, ATTEMPTS + 1):
         try:
             with _server_errors(address, code):
-                return _read_range(_open(address), begin, end)
+                content = _read_range(_open(address), begin, end)
+            traffic.count(len(content), hide_secrets(address))
+            return content
         except UnavailableError as error:
             failure = error
         if attempt < ATTEMPTS:
-            _say_once(urlsplit(address).hostname, failure.problem)
+            if not traffic.has_failed:
+                say(f"warning: {failure.problem} ({failure.where}): trying up to {ATTEMPTS} times")
+            traffic.has_failed = True
             time.sleep(WAIT_SECONDS * 2 ** (attempt - 1))
     problem = f"{failure.problem}, {ATTEMPTS} times"
     raise UnavailableError(code, problem, failure.where, failure.remedy) from failure
@@ -156,13 +162,21 @@ def _read_range(file: RemoteFile, begin: int, end: int) -> bytearray:
     return content
 
 
-_TOLD = set[str | None]()
+class _Traffic:
+    """The ranges that were read of a server, of which is told more and more seldom."""
+
+    def __init__(self) -> None:
+        self.has_failed, self._nbytes, self._told_after = False, 0, TOLD_AFTER_SECONDS
+        self._began = time.monotonic()
+
+    def count(self, nbytes: int, address: str) -> None:
+        self._nbytes += nbytes
+        if (seconds := time.monotonic() - self._began) > self._told_after:
+            self._told_after = 2 * seconds
+            say(f"{size_text(self._nbytes)} fetched in {seconds:.0f} seconds, now of {address}")
 
 
-def _say_once(server: str | None, problem: str) -> None:
-    if server not in _TOLD:
-        say(f"warning: {server}: {problem}; ranges are asked for up to {ATTEMPTS} times")
-    _TOLD.add(server)
+_TRAFFIC = dict[str | None, _Traffic]()
 
 
 def _append(file: RemoteFile, version: Version, partial: Path, address: str, code: str) -> None:

@@ -175,7 +175,7 @@ class DiskGather:
             )
             remedy = "convert the dataset again, or use placement='host'"
             raise InputError("LOADER_OPTION", problem, data_name(dataset), remedy)
-        dataset = dataset.verify()  # a window is no block that could be compared as it is read
+        dataset = dataset.verify()  # on this disk a window is no block that could be compared
         resident_plans = [plan for plan, stays in zip(plans, sizes.resident, strict=True) if stays]
         threads = 1
         if ranged := _ranged(dataset):

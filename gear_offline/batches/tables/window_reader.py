@@ -6,7 +6,7 @@ reads cost no memory but the buffer.  From there each window is copied to its sl
 
 A read says nothing about digests, which cover blocks of 16 MiB.  So datasets are verified before.
 After each read, before its use, device, inode, size and times of the files must still be those from
-before the verification.
+before the verification.  What a server has is compared as it is fetched, block by block.
 
 Columns that take little of the budget are in memory whole; their windows are copied from there.
 
