@@ -246,7 +246,7 @@ class _HttpFile:
                 problem = f"the server reads no ranges: it answers {answer.status} to one"
                 remedy = "leave `cache` out, which fetches all once, or use another server"
                 raise InputError("SOURCE_READ", problem, hide_secrets(self._address), remedy)
-            if not (answer.headers["Content-Range"] or "").startswith(f"bytes {begin}-"):
+            if not (answer.headers["Content-Range"] or "").lower().startswith(f"bytes {begin}-"):
                 raise OSError(f"it sent {answer.headers['Content-Range']}, not from byte {begin}")
             while block := answer.read1(1 << 20):  # as it comes
                 yield block

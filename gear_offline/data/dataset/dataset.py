@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -462,14 +462,12 @@ class Dataset:
         record = self.manifest.shards[shard]
         if self.ranges is not None:
             return self.ranges.open(self.manifest, record)
-        with ExitStack() as stack:
-            file = stack.enter_context(open_member(self.path / record.name, size=record.bytes))
+        with open_member(self.path / record.name, size=record.bytes) as file:
             identity = file_identity(file.fileno())
             if identity != self.identities[shard]:
                 self._shard_file(shard, file).compare()
                 self.identities[shard] = identity
-            stack.pop_all()
-            return file
+            return LocalFile(os.dup(file.fileno()))
 
     def _shard_file(self, shard: int, file: Readable) -> ShardFile:
         return ShardFile(file, self.path, self.manifest, self.manifest.shards[shard])
