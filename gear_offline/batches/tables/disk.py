@@ -111,15 +111,14 @@ def share_out(
         if least:
             resident, output_bytes, room = in_no_file, batch * window_bytes, 0
         read = [n for n, stays in zip(row_bytes, resident, strict=True) if not stays]
-        passing = COPY_BYTES + fetched
         threads = room // (2 * (buffer_bytes(read, rows, 1) + COPY_BYTES) + fetched)
         threads = min(max(threads, 1), most_threads)
-        chunk = min(CHUNK_BYTES, room // threads - buffer_bytes(read, rows, 0) - passing)
+        chunk = min(CHUNK_BYTES, room // threads - buffer_bytes(read, rows, 0) - COPY_BYTES)
         chunk_steps = max(min(chunk // sum(read), steps), 1)
         used = sum(n for n, stays in zip(column_bytes, resident, strict=True) if stays)
         used += fixed_bytes + OUTPUT_BLOCKS * output_bytes
         used += CONVERSION_FACTOR * converted * output_bytes // window_bytes
-        used += threads * (buffer_bytes(read, rows, chunk_steps) + passing)
+        used += threads * (buffer_bytes(read, rows, chunk_steps) + COPY_BYTES + fetched)
         slots = (budget_bytes - used) // slot_bytes
         if slots >= 2 * batch:
             break
