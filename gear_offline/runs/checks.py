@@ -26,6 +26,7 @@ from gear_offline.runs.callbacks import CALLBACKS
 _HOME = "gear_offline.runs.trackers"
 NAMED_TRACKERS = {
     "tensorboard": f"{_HOME}:TensorBoard",
+    "csv": f"{_HOME}:CSV",
     "trackio": f"{_HOME}:Trackio",
     "mlflow": f"{_HOME}:MLflow",
     "wandb": f"{_HOME}:WandB",

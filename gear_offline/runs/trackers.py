@@ -1,4 +1,4 @@
-"""Trackers: a run's metrics, evaluations and recipe in TensorBoard, trackio, MLflow and W&B.
+"""Trackers: a run's metrics, evaluations and recipe in TensorBoard, CSV, trackio, MLflow and W&B.
 
 Each says how far it has come with a run.  When it is opened, the records it lacks are sent from
 the files of the run.  So a resumed run goes on in it without a gap and without a step twice, and
@@ -8,13 +8,14 @@ the files of the run.  So a resumed run goes on in it without a gap and without 
 from __future__ import annotations
 
 import contextvars
+import csv
 import os
 import re
 import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -96,6 +97,31 @@ class TensorBoard:
 
     def _write(self, **content: Any) -> None:
         self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class CSV:
+    """Rows of step, name and value in the run's ``scalars.csv``."""
+
+    HEAD = ("step", "name", "value")
+
+    def __init__(self, run: Run, project: str) -> None:
+        path, last = run.path / "scalars.csv", run.steps
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]  # without a line that a kill has cut
+        rows = [row for row in csv.DictReader(StringIO(whole)) if int(row["step"]) <= last]
+        write_file(path, self._lines([self.HEAD, *(row.values() for row in rows)]))
+        self.last_steps = {row["name"].partition("/")[0]: int(row["step"]) for row in rows}
+        self._file = AppendedFile(path)
+
+    def send(self, step: int, values: dict[str, float]) -> None:
+        self._file.write(self._lines((step, name, repr(value)) for name, value in values.items()))
+
+    def _lines(self, rows: Iterable[Iterable[Any]]) -> bytes:
+        csv.writer(text := StringIO(), lineterminator="\n").writerows(rows)
+        return text.getvalue().encode()
 
     def close(self) -> None:
         self._file.close()
@@ -263,8 +289,8 @@ def sync(
     run
         Run directory; nobody may be training in it.
     tracker
-        ``"tensorboard"``, ``"trackio"``, ``"mlflow"`` or ``"wandb"``; default: those of the run's
-        recipe.
+        ``"tensorboard"``, ``"csv"``, ``"trackio"``, ``"mlflow"`` or ``"wandb"``; default: those of
+        the run's recipe.
     project
         Where trackio, MLflow and W&B show it; default: the recipe's.
 
