@@ -26,7 +26,7 @@ def saved_state(step: int) -> SavedState:
         state_std=(1.0, 0.0, 5e-324),
     )
     loader = {"step": step, "seed": 0}
-    state: dict[str, Any] = {"step": step, "loader": loader, "window": window}
+    state: dict[str, Any] = {"step": step, "loader": loader, "window": window, "groups": []}
     return SavedState(seconds=1.25, recipe=RECIPE.to_dict(), **state)
 
 

@@ -650,14 +650,6 @@ def test_another_kind_starts_from_its_own_defaults(own: Path) -> None:
         go.load_recipe("base.yaml", {"model.kind": "mlp", "model.heads": 2})
 
 
-def test_recipes_of_runs_that_inherited_options_are_read(own: Path) -> None:
-    recipe = go.load_recipe("smoke", {"model.kind": "mlp"})
-    old = recipe.to_dict()
-    old["model"]["inherited"] = {"heads": 2}
-    (own / "old.yaml").write_text(json.dumps(old))
-    assert go.load_recipe("old.yaml") == recipe
-
-
 def test_the_card_of_a_policy_says_how_its_class_comes_in(own: Path) -> None:
     folder = go.export_policy(train("run", evaluate__episodes=0, train__steps=3), "policy")
     card = (folder / "README.md").read_text()

@@ -64,7 +64,7 @@ class SavedState(BaseModel):
         default_factory=lambda: versions("gear-offline", "torch", "transformers", "numpy")
     )
     files: dict[str, FileFacts] = {}
-    groups: list[dict[str, Any]] | None = None  # of parameters; older checkpoints do not say
+    groups: list[dict[str, Any]]  # of parameters
     folder: str = Field(default_factory=os.getcwd)  # that the recipe's paths are relative to
 
     @property

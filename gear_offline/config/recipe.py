@@ -267,10 +267,6 @@ class Recipe(Section):
     @classmethod
     def read(cls, value: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
         """Build a recipe from nested mappings of a file, whose names of parts nobody has typed."""
-        model = value.get("model")
-        if isinstance(model, dict) and "inherited" in model:  # of a run of an older version
-            options = {name: option for name, option in model.items() if name != "inherited"}
-            value = {**value, "model": options}
         try:
             return cls.model_validate(value)
         except ValidationError as error:

@@ -244,8 +244,6 @@ def restore(learner: Learner, folder: Path, say: Callable[[str], None]) -> float
 
 def _check_groups(learner: Learner, state: SavedState, path: Path) -> None:
     """Refuse a checkpoint whose parameters were updated by other options (``RUN_MISMATCH``)."""
-    if state.groups is None:
-        return
     then, today = (
         {name: {"group": number, **group} for number, group in enumerate(groups, start=1)
          for name in group["params"]}
