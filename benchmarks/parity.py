@@ -12,7 +12,7 @@ For each dataset and seed two runs with the paper's hyper-parameters:
 Both begin with the same weights and are judged alike: the released class's forward on fixed
 windows, and rollouts on the CPU from the same start states.  The verdict says whether the mean
 difference over seeds could be zero (95 % interval, paired t).  The warm-up is a tenth of the steps,
-as in the paper.  OUT.json is rewritten whenever a dataset is complete; OUT.md is its table.
+as in the paper.  OUT.json is rewritten whenever a dataset is complete.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
 from multiprocessing import get_context
@@ -53,13 +52,11 @@ from gear_offline.models.decision_transformer import (
 )
 from gear_offline.models.hugging_face import from_released, to_released
 from gear_offline.models.policy import Policy
-from gear_offline.runs.loop import train_run
 from gear_offline.sweep.sweep import run_trials
 from gear_offline.sweep.trials import Trial
 
 RELEASED, OURS = "released", "gear_offline"
 PROBE_SEED, PROBE_WINDOWS = 987654321, 256
-SOLO_STEPS = {OURS: 3000, RELEASED: 300}  # for the speed of each alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,20 +288,6 @@ def targets_of(dataset: Dataset, options: argparse.Namespace) -> list[float]:
     return options.targets or [returns.max, returns.mean]
 
 
-def speeds(path: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Return the steps a second of each learner when it has the machine alone."""
-    steps = {kind: min(most, options.steps) for kind, most in SOLO_STEPS.items()}
-    few = replace(settings_of(options), steps=steps[RELEASED])
-    _, seconds = train_released(open_dataset(path, verify=False), few, 0, options.device)
-    alone = {"train.steps": steps[OURS], "train.checkpoint_every": steps[OURS]}
-    recipe = recipe_of(path, 0, options).replace({**alone, "optimizer.warmup_steps": 1})
-    place = options.work / f"alone-{steps[OURS]}"
-    train_run(recipe, out=place, resume=True, quiet=True)
-    lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
-    later = [line["step_seconds"] for line in lines[len(lines) // 2 :]]  # past the capture
-    return {RELEASED: few.steps / seconds, OURS: len(later) / sum(later)}
-
-
 # the verdict -----------------------------------------------------------------------------------
 
 
@@ -345,41 +328,6 @@ def summary(runs: dict[str, list[dict[str, Any]]], targets: Sequence[float]) -> 
     return rows
 
 
-def table(document: dict[str, Any]) -> str:
-    """Return the Markdown table of docs/dev/experiments.md."""
-    lines = [
-        "| data | mean and best return in it | ours, return | released, return | ours, score | "
-        "released, score | 95 % of the difference in return | loss, ours / released | |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---|",
-    ]
-    for name, entry in document["datasets"].items():
-        result = entry["summary"]
-        cells = [name, f"{entry['mean_return']:,.0f}, {entry['best_return']:,.0f}"]
-        for key, digits in (("return", 0), ("score", 1)):
-            for kind in (OURS, RELEASED):
-                cells.append(_cell(result.get(key, {}).get(kind), digits))
-        cells.append(_interval(result.get("return", {}).get("interval")))
-        losses = [f"{result['probe loss'][kind]['mean']:.3g}" for kind in (OURS, RELEASED)]
-        cells.append(" / ".join(losses))
-        words = {True: "within seed noise", False: "different", None: "one seed"}
-        cells.append(words[result.get("return", result["probe loss"])["within_seed_noise"]])
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _cell(result: dict[str, Any] | None, digits: int) -> str:
-    if result is None:
-        return "-"
-    spread = "" if result["sd"] is None else f" ({result['sd']:,.{digits}f})"
-    return f"{result['mean']:,.{digits}f}{spread}"
-
-
-def _interval(ends: Sequence[float] | None) -> str:
-    if ends is None or not all(map(math.isfinite, ends)):
-        return "-"
-    return f"{ends[0]:,.0f} .. {ends[1]:,.0f}"
-
-
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="our recipes against the original procedure")
     parser.add_argument("datasets", type=Path, nargs="+", help="directories of GEAR shards")
@@ -391,12 +339,12 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=0, help="processes; 0: one thing at a time")
     parser.add_argument("--recipe", nargs="*", default=[], help="key=value changes of our recipe")
     parser.add_argument("--work", type=Path, default=Path("runs/parity"), help="our runs")
-    parser.add_argument("--out", type=Path, default=Path("parity"), help="OUT.json and OUT.md")
+    parser.add_argument("--out", type=Path, default=Path("parity"), help="OUT.json")
     return parser.parse_args(words)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run everything; write OUT.json and OUT.md as datasets are complete."""
+    """Run everything; write OUT.json as datasets are complete."""
     began = time.monotonic()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     document: dict[str, Any] = {
@@ -404,11 +352,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if options.device != "cpu" else "cpu",
         "settings": asdict(settings_of(options)),
         "episodes": options.episodes,
-        "steps_per_second_alone": speeds(options.datasets[0], options),
         "jobs": options.jobs,
         "datasets": {},
     }
-    print(f"alone, steps/s: {document['steps_per_second_alone']}", flush=True)
     our_runs(options)
     document["seconds_of_our_runs"] = round(time.monotonic() - began, 1)
     print(f"our runs are complete after {document['seconds_of_our_runs']} s", flush=True)
@@ -436,12 +382,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 "summary": summary(runs, targets),
             }
             document["seconds"] = round(time.monotonic() - began, 1)
-            out = str(options.out)
-            write_file(Path(f"{out}.json"), json.dumps(document, indent=1).encode())
-            write_file(Path(f"{out}.md"), table(document).encode())
+            write_file(Path(f"{options.out}.json"), json.dumps(document, indent=1).encode())
             print(f"{path.name} after {document['seconds']} s", flush=True)
     return document
 
 
 if __name__ == "__main__":
-    print(table(measure(parse())))
+    print(json.dumps(measure(parse()), indent=1))

@@ -21,7 +21,6 @@ from benchmarks.parity import (
     compare,
     measure,
     parse,
-    table,
 )
 from gear_offline.core import system
 from gear_offline.data.dataset.dataset import Dataset
@@ -160,14 +159,12 @@ def test_both_learners_are_measured(measured: tuple[dict[str, Any], Path]) -> No
     for kind in (OURS, RELEASED):
         assert [one["seed"] for one in found["runs"][kind]] == [0, 1]
         assert all(one["seconds"] > 0 for one in found["runs"][kind])
-        assert document["steps_per_second_alone"][kind] > 0
     # three steps at a tiny rate from the same weights: nearly the same loss, but not the same
     pairs = zip(found["runs"][OURS], found["runs"][RELEASED], strict=True)
     for ours, theirs in pairs:
         assert ours["probe_loss"] == pytest.approx(theirs["probe_loss"], rel=0.01)
         assert ours["probe_loss"] != theirs["probe_loss"]
     assert json.loads((folder / "found.json").read_text()) == document
-    assert (folder / "found.md").read_text() == table(document)
     assert document["settings"]["steps"] == 3 and document["settings"]["warmup_steps"] == 1
 
 
