@@ -281,7 +281,7 @@ def test_the_page_stands_alone(trained: tuple[Comparison, Path]) -> None:
     data = replace(found.data, path="data/<b>")
     text = render(replace(found, strategies=(hostile, *others), data=data))
     assert "<script" not in text and "<b>" not in text
-    assert re.findall(r'src="([^"]{26})', text) == ["data:image/svg+xml;base64,"]
+    assert re.findall(r'src="([^"]{22})', text) == ["data:image/png;base64,"]
     assert re.findall(r'href="([^"]*)', text) == ["training/plots/learning_curves.png"]
     assert "prefers-color-scheme: dark" in text and "width=device-width" in text
     assert text.index(found.verdict[:20]) < text.index("<table"), "the verdict comes first"

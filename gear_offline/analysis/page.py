@@ -1,15 +1,16 @@
 """A comparison of strategies as a table on the terminal and as one HTML page.
 
-The page needs no network and no script; its plots are SVG pictures inside it.
+The page needs no network and no script; its picture is inside it.
 """
 
 from __future__ import annotations
 
 import json
-from base64 import b64encode
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from gear_offline.analysis.sampling import Draws
 from gear_offline.analysis.significance import Comparison, Outcome
@@ -17,7 +18,7 @@ from gear_offline.core import plots
 from gear_offline.core.files import write_file, writing
 from gear_offline.core.progress import Terminal, print_table
 from gear_offline.core.text import count_text, interval_text, short
-from gear_offline.runs.page import STYLE
+from gear_offline.runs.page import make_page
 from gear_offline.runs.report import render_page
 
 MAIN = {  # what the terminal shows; the page has all
@@ -28,7 +29,7 @@ DASHES = ("-", "--", ":")  # of strategies beyond the number of colours
 
 
 def drawn_cells(draws: Draws) -> dict[str, str]:
-    """Return the figures of a strategy's draws by heading; page.html.j2 explains the headings."""
+    """Return the figures of a strategy's draws by heading; page.md.j2 explains the headings."""
     return {
         "starts drawn": _percent(draws.coverage_starts),
         "steps shown": _percent(draws.coverage_steps),
@@ -107,22 +108,22 @@ def write_comparison(comparison: Comparison, folder: Path) -> None:
 
 
 def render(comparison: Comparison) -> str:
-    draws_by_label = _collect_draws(comparison)
-    facts, *problems = _remarks(comparison)
-    return render_page(
-        Path(__file__).with_name("page.html.j2"),
-        comparison=comparison,
-        style=STYLE.read_text(encoding="utf-8"),
-        name=comparison.data.path.rstrip("/").rpartition("/")[2],
-        facts=facts,
-        problems=problems,
-        drawn={label: drawn_cells(draws) for label, draws in draws_by_label.items()},
-        learned={outcome.label: learned_cells(outcome) for outcome in comparison.outcomes},
-        picture=_drawn_picture(comparison) if draws_by_label else None,
-    )
+    draws = _collect_draws(comparison)
+    with TemporaryDirectory(prefix="gear-") as folder:
+        if draws:
+            plots.save_figure(_plot_draws(comparison), Path(folder, "draws.png"))
+        text = render_page(
+            Path(__file__).with_name("page.md.j2"),
+            comparison=comparison,
+            name=comparison.data.path.rstrip("/").rpartition("/")[2],
+            remarks=_remarks(comparison),
+            drawn={label: drawn_cells(each) for label, each in draws.items()},
+            learned={outcome.label: learned_cells(outcome) for outcome in comparison.outcomes},
+        )
+        return make_page(text, Path(folder))
 
 
-def _drawn_picture(comparison: Comparison) -> str:
+def _plot_draws(comparison: Comparison) -> Figure:
     """Draw the distribution of drawn returns and the coverage, a line a strategy."""
     figure, data = plots.new_figure(), comparison.data
     returns, coverage = figure.subplots(2, 1)
@@ -141,4 +142,4 @@ def _drawn_picture(comparison: Comparison) -> str:
     for axes in (returns, coverage):
         axes.set_ylim(0, 106)
         plots.thousands(axes.xaxis)
-    return f"data:image/svg+xml;base64,{b64encode(plots.draw(figure, 'svg')).decode()}"
+    return figure

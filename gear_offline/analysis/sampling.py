@@ -38,7 +38,7 @@ MOST_TEXT = 24  # characters of an option in a label
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """Figures of a strategy's draws; page.html.j2 explains each."""
+    """Figures of a strategy's draws; page.md.j2 explains each."""
 
     draws: int
     coverage_starts: float

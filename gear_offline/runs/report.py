@@ -129,7 +129,7 @@ def _template(template: Path) -> Template:
     environment = Environment(
         loader=FileSystemLoader(template.parent),
         autoescape=True,
-        finalize=None if ".html" in template.suffixes else _plain_markdown,
+        finalize=_plain_markdown,
         trim_blocks=True,
         lstrip_blocks=True,
     )
