@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
@@ -140,8 +139,8 @@ def released_loss(model: DecisionTransformerModel, batch: dict[str, Tensor]) -> 
 
 def train_released(
     dataset: Dataset, settings: Settings, seed: int, device: str
-) -> tuple[DecisionTransformerModel, float]:
-    """Train it the usual way, from our first weights; return it, and the seconds of its steps."""
+) -> DecisionTransformerModel:
+    """Train it the usual way, from our first weights."""
     torch.manual_seed(seed)
     ours = build_model(
         state_dim=dataset.spec["observations"].shape[0],
@@ -158,7 +157,6 @@ def train_released(
     optimizer = torch.optim.AdamW(
         parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
     )
-    began = time.perf_counter()
     for step in range(settings.steps):
         rate = settings.learning_rate * min((step + 1) / settings.warmup_steps, 1.0)
         for group in optimizer.param_groups:
@@ -169,16 +167,16 @@ def train_released(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, settings.clip_norm)
         optimizer.step()
-    model.cpu()  # waits for the GPU
-    return model, time.perf_counter() - began
+    model.cpu()
+    return model
 
 
 def released_run(path: Path, options: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Train and judge it; in a process of its own."""
     torch.set_num_threads(1)
     dataset = open_dataset(path, verify=False)
-    model, seconds = train_released(dataset, settings_of(options), seed, options.device)
-    return {"seed": seed, "seconds": round(seconds, 3), **judge(model, dataset, options)}
+    model = train_released(dataset, settings_of(options), seed, options.device)
+    return {"seed": seed, **judge(model, dataset, options)}
 
 
 # ours ------------------------------------------------------------------------------------------
@@ -237,9 +235,7 @@ def judge_ours(path: Path, options: argparse.Namespace, seed: int) -> dict[str, 
     torch.set_num_threads(1)
     folder = sweep_path(options) / "runs" / f"{path.name}-s{seed}"
     model: Any = load_policy(folder, device="cpu").model
-    summary = json.loads((folder / "summary.json").read_text())
-    judged = judge(model, open_dataset(path, verify=False), options)
-    return {"seed": seed, "seconds": summary["seconds"], **judged}
+    return {"seed": seed, **judge(model, open_dataset(path, verify=False), options)}
 
 
 # both ----------------------------------------------------------------------------------------
@@ -345,7 +341,6 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run everything; write OUT.json as datasets are complete."""
-    began = time.monotonic()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     document: dict[str, Any] = {
         "machine": machine(),
@@ -356,8 +351,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "datasets": {},
     }
     our_runs(options)
-    document["seconds_of_our_runs"] = round(time.monotonic() - began, 1)
-    print(f"our runs are complete after {document['seconds_of_our_runs']} s", flush=True)
     work = {OURS: judge_ours, RELEASED: released_run}
     with ExitStack() as stack:
         each: Any = map
@@ -381,9 +374,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 "runs": runs,
                 "summary": summary(runs, targets),
             }
-            document["seconds"] = round(time.monotonic() - began, 1)
             write_file(Path(f"{options.out}.json"), json.dumps(document, indent=1).encode())
-            print(f"{path.name} after {document['seconds']} s", flush=True)
+            print(f"{path.name} is complete", flush=True)
     return document
 
 

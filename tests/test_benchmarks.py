@@ -158,7 +158,6 @@ def test_both_learners_are_measured(measured: tuple[dict[str, Any], Path]) -> No
     (found,) = document["datasets"].values()
     for kind in (OURS, RELEASED):
         assert [one["seed"] for one in found["runs"][kind]] == [0, 1]
-        assert all(one["seconds"] > 0 for one in found["runs"][kind])
     # three steps at a tiny rate from the same weights: nearly the same loss, but not the same
     pairs = zip(found["runs"][OURS], found["runs"][RELEASED], strict=True)
     for ours, theirs in pairs:
