@@ -151,7 +151,7 @@ def train_released(
         max_timestep=max(1000, int(dataset.episodes.lengths.max())),
         context_length=settings.context_length,
     )
-    model = to_released(ours).to(torch.device(device)).train()  # type: ignore[arg-type, unused-ignore]
+    model: DecisionTransformerModel = to_released(ours).to(torch.device(device)).train()  # type: ignore[arg-type, unused-ignore]
     sampling = PaperSampling(dataset, settings, seed=seed)
     parameters = trainable_parameters(model)
     optimizer = torch.optim.AdamW(
