@@ -177,6 +177,12 @@ class Policy:
         return f"Policy({inputs} to {acts}, {size}, K {self.context_length}, {playing})"
 
     @property
+    def other_context_length(self) -> int | None:
+        """K where it is not that of the training; else None."""
+        length = self.context_length
+        return None if length == self.model.facts.context_length else length
+
+    @property
     def environments(self) -> int:
         """Number of environments that were reset so far."""
         return int(self._steps.size)

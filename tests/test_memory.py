@@ -268,7 +268,13 @@ def test_a_run_over_histories_plays_memories_and_reports_them(tmp_path: Path) ->
     assert "windows of" not in (run.path / "report.md").read_text()
     go.evaluate(run.path, context_length=40, quiet=True)
     assert ", windows of 40 steps, " in (run.path / "report.md").read_text()
-    assert run.policy(memory=True, context_length=40).context_length == 40
+    policy = run.policy(memory=True, context_length=40)
+    saved = policy.save(tmp_path / "saved")
+    for each in (policy, saved):  # a folder keeps its windows
+        assert go.evaluate(each, quiet=True).context_length == 40
+        assert go.evaluate(each, context_length=15, quiet=True).context_length is None
+    with one_error("MODEL", "context_length: .*whole number, got 1.5"):
+        go.evaluate(run.path, context_length=1.5, quiet=True)  # type: ignore[arg-type]
     with one_error("USAGE", "loader.span=history"):
         go.evaluate(write_run(tmp_path / "other"), episodes_of_memory=2, quiet=True)
     with one_error("RECIPE", "needs loader.span=history"):

@@ -146,6 +146,8 @@ def test_a_run_becomes_a_folder_that_plays_the_same(tmp_path: Path, capsys: Capt
     expected = go.evaluate(run, device="cpu", quiet=True).to_json()
     other = go.evaluate(run, environment_options={"g": 1.0}, device="cpu", quiet=True)
     assert other.mean_return != expected["return"], "of an environment that is not the policy's"
+    short = go.evaluate(run, context_length=1, device="cpu", quiet=True)
+    assert short.mean_return != expected["return"], "of windows that are not the policy's"
     assert main(["export-policy", str(run), str(folder)]) == 0
     assert capsys.readouterr().out == f"{folder}\n"
     shutil.rmtree(run)
@@ -153,6 +155,7 @@ def test_a_run_becomes_a_folder_that_plays_the_same(tmp_path: Path, capsys: Capt
     facts = policy.facts
     assert (facts.name, facts.environment, facts.step) == ("pend-s0", "Pendulum-v1", 20)
     assert [one.mean_return for one in facts.achieved] == [t["return"] for t in expected["targets"]]
+    assert go.load_policy(folder, device="cpu", context_length=1).facts.achieved == ()
     policy.reset()
     assert policy.targets.tolist() == [-200]
 

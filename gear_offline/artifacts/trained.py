@@ -69,11 +69,11 @@ class TrainedModel:
             window = window.model_copy(update={name: getattr(entry, name) for name in own})
             if entry.name in (recipe.data.tasks or {}):
                 recipe = recipe.of_task(entry.name)
-        if context_length not in (None, window.context_length):
-            window = window.model_copy(update={"context_length": context_length})
-            if not model.short_windows:
+        if context_length is not None:
+            if context_length != window.context_length and not model.short_windows:
                 problem = f"{type(model).__name__} takes windows as long as those of its training"
                 raise InputError("MODEL", problem, "context_length", "leave it out")
+            window = window.model_copy(update={"context_length": context_length})
         names = [name for name in (self.facts.data, recipe.data.source, recipe.data.path) if name]
         names.sort(key=lambda name: ":" not in name)  # of this machine's folders nothing is told
         facts = {
@@ -150,8 +150,8 @@ def load_policy(
     memory
         Begin each episode with the steps of those before in the window, until `Policy.forget`.
     context_length
-        Steps of a window, K, at least 1; default as in training.  A longer one shows the model
-        what it never saw, a shorter one less than it knows.
+        Steps of a window, K, at least 1; default as in training, or as the folder says.  A longer
+        one shows the model what it never saw, a shorter one less than it knows.
     model
         Its class, or ``FILE.py:Name``, of a model of one's own that was trained elsewhere, or whose
         file has moved or changed since.
@@ -192,7 +192,7 @@ def load_policy(
     name = run_or_folder if revision is None else f"{os.fspath(run_or_folder)}@{revision}"
     trained = find_trained(name, checkpoint, model=model)
     policy = trained.policy(task, where, memory=memory, context_length=context_length)
-    own = _read_achieved(trained, task, policy.facts)
+    own = _read_achieved(trained, task, policy)
     policy.facts = policy.facts.model_copy(update={"achieved": own})
     return policy
 
@@ -249,12 +249,15 @@ def _by_itself(made: SequenceModel, window: Window, facts: PolicyFacts, path: st
     return TrainedModel(made, recipe, window, facts)
 
 
-def _read_achieved(
-    trained: TrainedModel, task: str | None, facts: PolicyFacts
-) -> tuple[Achieved, ...]:
-    """Return the results of the newest evaluation of these weights in the policy's environment."""
+def _read_achieved(trained: TrainedModel, task: str | None, policy: Policy) -> tuple[Achieved, ...]:
+    """Return the results of the newest evaluation of these weights in the policy's environment.
+
+    Those with windows of another length are not of this policy.
+    """
+    facts = policy.facts
     if trained.run is None:
-        return trained.facts.achieved
+        is_as_saved = policy.context_length == trained.window.context_length
+        return trained.facts.achieved if is_as_saved else ()
     records: list[EvaluationReport | None] = []
     with suppress(InputError):  # nothing of it is needed to act
         records += read_evaluations(trained.run)
@@ -264,6 +267,7 @@ def _read_achieved(
     reports = [r for r in records if r is not None and r.step == trained.facts.step]
     options = facts.environment_options or {}
     results = [report.named.get(task or "", report) for report in reports]
+    results = [r for r in results if r.context_length == policy.other_context_length]
     alike = [r for r in results if r.environment_options == options]
     played = [r for r in alike if is_same(r.environment, facts.environment)]
     keys = set(Achieved.model_fields)

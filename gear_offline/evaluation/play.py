@@ -222,7 +222,6 @@ class _TaskPlay:
             seed=task.seed,
             episodes_of_memory=task.episodes_of_memory,
             sample=task.sample,
-            context_length=task.context_length,
             condition=task.condition,
             goals=task.goals,
         )
@@ -243,6 +242,8 @@ class _TaskPlay:
             check_goals(environments.facts, task.targets)
         policy = self.policy_of(task)
         if isinstance(policy, Policy):
+            window = {"context_length": policy.other_context_length}
+            self.header = self.header.model_copy(update=window)
             sizes, names = policy.model.facts.sizes, [*policy.columns]
             check_sizes(environments.facts, sizes, names, whose="the model", quiet=quiet)
             policy.capture(task.slots)
