@@ -413,6 +413,25 @@ def test_the_model_of_the_page_plays_its_predictions(
         policy.observe_reward([0.0])
 
 
+def test_the_model_of_the_page_plays_an_episode_by_its_own_predictions(
+    tmp_path: Path, chunked: dict[str, Any]
+) -> None:
+    """What was predicted in the episode before is of that episode: chunks end with it."""
+    data = convert_histories(tmp_path / "histories")
+    options = {"data.path": str(data.path), "loader.span": "history", "loader.context_length": 9}
+    options |= {"evaluate.environment": None, "evaluate.episodes": 0}
+    run = go.train("smoke", chunked | options, out=tmp_path / "run", quiet=True)
+    policies = [run.policy(device="cpu", memory=memory) for memory in (False, True)]
+    for steps in (2, 3, 1, 6, 4):
+        for policy in policies:
+            policy.reset(0.0)
+        for state in np.random.default_rng(steps).normal(size=(steps, 1, policies[0].state_dim)):
+            alone, after = (policy.act(state) for policy in policies)
+            np.testing.assert_allclose(after, alone, atol=1e-6)
+            for policy in policies:
+                policy.observe_reward([0.0])
+
+
 def test_a_model_is_refused_that_does_not_use_them(tmp_path: Path, chunked: dict[str, Any]) -> None:
     text = (tmp_path / "chunked.py").read_text()
     (tmp_path / "other.py").write_text(text.replace("batch.chunk_actions).abs()", "0).abs()"))
