@@ -42,6 +42,19 @@ KINDS: dict[str, Any] = {  # of actions: of vectors, numbers, several dimensions
     **{"number": ((), "f4"), "matrix": ((2, 3), "f8"), "wide": ((300,), "f4")},
     **{"choice": ((), "i4"), "choices": ((2,), "u1"), "flag": ((1,), "?")},
 }
+PLAIN = """
+import gear_offline as go
+from torch import nn
+
+
+class Plain(go.SequenceModel):
+    def __init__(self, facts, settings):
+        super().__init__(facts, settings)
+        self.map = nn.Linear(facts.state_dim, facts.action_dim)
+
+    def predict(self, batch):
+        return self.map(batch.states)
+"""
 Steps = list[tuple[int, int]]  # episode and step of it
 
 
@@ -438,5 +451,15 @@ def test_a_model_is_refused_that_does_not_use_them(tmp_path: Path, chunked: dict
     other = {"model.kind": f"{tmp_path}/other.py:Chunked"}
     with one_error("MODEL", "same for other batch.chunk_actions.*loader.chunk=null"):
         go.train("smoke", chunked | other, out=tmp_path / "other", quiet=True)
+    huge = {"loader.chunk": 65_536, "loader.batch_size": 10**8}
+    with one_error("MEMORY", "lower loader.chunk, loader.batch_size or"):
+        go.train("smoke", chunked | huge, out=tmp_path / "huge", quiet=True)
     with one_error("MODEL", "Chunked"):
         go.train("smoke", chunked | {"loader.chunk": None}, out=tmp_path / "none", quiet=True)
+    columns = hopper_columns(60) | {"chunk_actions": np.ones(60)}  # somebody's own
+    named = make_dataset(tmp_path / "named", [20] * 3, columns=columns, environment_id=None)
+    own = {"data.path": str(named.path), "loader.extra_columns": ["chunk_actions"]}
+    own |= {"model.kind": f"{tmp_path}/plain.py:Plain", "evaluate.episodes": 0}
+    own |= {"loader.chunk": None, "evaluate.environment": None}
+    (tmp_path / "plain.py").write_text(PLAIN)
+    go.train("smoke", chunked | own, out=tmp_path / "plain", quiet=True)

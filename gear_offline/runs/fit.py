@@ -104,7 +104,8 @@ def check_memory(recipe: Recipe, sizes: ModelSizes) -> None:
     if demand > available:
         options = "model.hidden_size, model.layers or model.max_timestep"
         if batch > weights:
-            options = "loader.batch_size or loader.context_length"
+            chunk = "" if loader.chunk is None else "loader.chunk, "
+            options = f"{chunk}loader.batch_size or loader.context_length"
         problem = f"{size_text(demand)} of memory needed, {size_text(available)} available"
         remedy = f"lower {options}, or train on a machine with more memory"
         raise InputError("MEMORY", problem, where=recipe.name, remedy=remedy)

@@ -110,7 +110,7 @@ class _Trier:
         first = self._step(self.fresh, self.batch)
         self._step(self.tried, different)
         after = self._step(self.tried, self.batch)
-        if self.batch.chunk_actions is not None:
+        if self.model.facts.chunk is not None:
             different = copy.deepcopy(self.batch)
             self._move(different, "chunk_actions", 0)
             others = self._step(self.tried, different)
