@@ -458,7 +458,8 @@ def test_a_model_is_refused_that_does_not_use_them(tmp_path: Path, chunked: dict
         go.train("smoke", chunked | {"loader.chunk": None}, out=tmp_path / "none", quiet=True)
     columns = hopper_columns(60) | {"chunk_actions": np.ones(60)}  # somebody's own
     named = make_dataset(tmp_path / "named", [20] * 3, columns=columns, environment_id=None)
-    own = {"data.path": str(named.path), "loader.extra_columns": ["chunk_actions"]}
+    own: dict[str, Any] = {"data.path": str(named.path)}
+    own |= {"loader.extra_columns": ["chunk_actions"]}
     own |= {"model.kind": f"{tmp_path}/plain.py:Plain", "evaluate.episodes": 0}
     own |= {"loader.chunk": None, "evaluate.environment": None}
     (tmp_path / "plain.py").write_text(PLAIN)
