@@ -165,6 +165,7 @@ def load_policy(
     ------
     InputError
         ``RUN_NOT_FOUND``, ``RUN_DAMAGED``, ``RECIPE`` for a task that the model does not know,
+        ``MODEL`` for a `context_length` that it does not take (only one with `short_windows` does),
         ``LOADER_OPTION`` for a device that torch does not know.
     UnavailableError
         ``DEVICE`` if a CUDA device is asked for and there is none; ``RUN_NOT_FOUND`` if the Hub
