@@ -228,6 +228,7 @@ def test_memories_are_evaluated_as_a_loop_plays_them(
     report.print()
     printed = capsys.readouterr().out
     assert "episode in its memory" in printed and "..." in printed
+    assert ("windows of" in printed) == (asked is not None)
 
 
 def test_the_interval_of_an_episode_is_that_of_scipy() -> None:

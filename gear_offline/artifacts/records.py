@@ -209,7 +209,9 @@ class TaskResult(_Record):
 
     def print_targets(self, console: Terminal, heading: str) -> None:
         """Print a table, one row a target."""
-        console.print(f"{heading} in {self.environment}")
+        length = self.context_length
+        windows = "" if length is None else f", windows of {length} steps"
+        console.print(f"{heading} in {self.environment}{windows}")
         text = ("{:,.2f}" if self.goals else "{:,.1f}").format
         cells = [
             [
