@@ -201,6 +201,21 @@ def test_every_strategy(tmp_path: Path, name: str, options: dict[str, Any]) -> N
         check_batch(batch, data)
 
 
+def test_chunks_begin_at_every_step_as_the_page_says(tmp_path: Path) -> None:
+    """By the strategy of the page; by others at none of the first K - 1 steps."""
+    page = (ROOT / "docs" / "how-to" / "own-model.md").read_text()
+    assert "loader.chunk=50 loader.context_length=10 selection.strategy=d3rlpy" in page
+    data = make_dataset(tmp_path, [12] * 8)
+    shares = {}
+    for strategy, padding in (("d3rlpy", "left"), ("uniform_steps", "right")):
+        shape: Any = OPTIONS | {"batch_size": 6000, "context_length": 5, "padding": padding}
+        batch = next(GearLoader(data, selection=strategy, **shape))
+        lasts = (batch.segments[:, 1] + batch.attention_mask.sum(1) - 1).numpy()
+        shares[strategy] = np.bincount(lasts, minlength=12) / 500
+    np.testing.assert_allclose(shares["d3rlpy"], 1, atol=0.2)
+    np.testing.assert_allclose(shares["uniform_steps"], [0] * 4 + [1] * 7 + [5], atol=0.4)
+
+
 @pytest.mark.parametrize("place", ["auto", "disk"])
 @pytest.mark.parametrize("padding", ["right", "left"])
 def test_over_histories_a_chunk_ends_with_its_episode(
