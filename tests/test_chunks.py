@@ -27,7 +27,7 @@ from tests.one_process import open_ranks
 from tests.own_parts import ENVIRONMENT
 from tests.sampling_support import CASES, IDS
 from tests.segment_oracle import MemoryTable, all_segments, bits, cpu_gather
-from tests.support import ROOT, hopper_columns, make_dataset, one_error
+from tests.support import ROOT, Captured, hopper_columns, make_dataset, one_error
 from tests.task_support import join, make_parts
 from tests.test_docs import blocks
 from tests.test_gather import GATHERS, device
@@ -214,6 +214,19 @@ def test_chunks_begin_at_every_step_as_the_page_says(tmp_path: Path) -> None:
         shares[strategy] = np.bincount(lasts, minlength=12) / 500
     np.testing.assert_allclose(shares["d3rlpy"], 1, atol=0.2)
     np.testing.assert_allclose(shares["uniform_steps"], [0] * 4 + [1] * 7 + [5], atol=0.4)
+
+
+def test_a_run_says_where_no_chunk_begins(
+    tmp_path: Path, chunked: dict[str, Any], capsys: Captured
+) -> None:
+    by_last = {"selection.strategy": "d3rlpy", "loader.padding": "left"}
+    cases: list[dict[str, Any]] = [{}, by_last, {"loader.context_length": 1}]
+    said = []
+    for number, more in enumerate(cases):
+        options = chunked | {"evaluate.episodes": 0} | more
+        go.train("smoke", options, out=tmp_path / f"run{number}")
+        said.append("none of the first 3 steps" in capsys.readouterr().err)
+    assert said == [True, False, False]
 
 
 @pytest.mark.parametrize("place", ["auto", "disk"])

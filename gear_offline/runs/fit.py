@@ -126,6 +126,14 @@ def say_what_differs(recipe: Recipe, dataset: Dataset, environment: str | None) 
         say(f"{text}, those that are achieved are not")
 
 
+def say_chunks(recipe: Recipe, *, quiet: bool) -> None:
+    """Say where no chunk of actions begins, if windows are chosen by their first steps."""
+    loader, by_last = recipe.loader, recipe.selection.strategy == "d3rlpy"
+    if loader.chunk and loader.context_length > 1 and loader.span == "episode" and not by_last:
+        text = f"chunks begin at none of the first {loader.context_length - 1} steps of an episode"
+        say(f"{text}; selection.strategy=d3rlpy loader.padding=left: at all alike", quiet=quiet)
+
+
 def say_clipped(dataset: Dataset, environment: EnvironmentFacts, *, quiet: bool) -> None:
     """Say the share of actions of the data beyond the bounds of the environment."""
     low, high, actions = environment.low, environment.high, dataset.statistics["actions"]

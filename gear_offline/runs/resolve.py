@@ -42,6 +42,7 @@ from gear_offline.runs.fit import (
     check_condition,
     check_fit,
     check_memory,
+    say_chunks,
     say_clipped,
     say_returns_scale,
     say_what_differs,
@@ -182,6 +183,7 @@ def _resolve_one(
     if facts is not None and not quiet:
         say_what_differs(recipe, dataset, environment)
     say_returns_scale(recipe, dataset, quiet=quiet)
+    say_chunks(recipe, quiet=quiet)
     if recipe.loader.condition == "advantage":
         moments, targets = dataset.statistics[ADVANTAGES], changes["evaluate.targets"]
         changes["loader.returns_scale"] = scale = float(moments.std.max())
