@@ -111,10 +111,12 @@ class _Trier:
         self._step(self.tried, different)
         after = self._step(self.tried, self.batch)
         if self.model.facts.chunk is not None:
-            different = copy.deepcopy(self.batch)
+            whole = copy.deepcopy(self.batch)
+            whole.extras["chunk_mask"].fill_(1)  # a chunk at an episode's end has one action
+            different = copy.deepcopy(whole)
             self._move(different, "chunk_actions", 0)
-            others = self._step(self.tried, different)
-            if not any(_apart(after[name], others[name], EXACT) for name in after):
+            before, others = (self._step(self.tried, each) for each in (whole, different))
+            if not any(_apart(before[name], others[name], EXACT) for name in before):
                 problem = "its losses are the same for other batch.chunk_actions, of loader.chunk"
                 raise self._fault(problem, "use them in losses(batch), or use loader.chunk=null")
         reason = f"its losses draw from {' and '.join(sorted(self.drawn))}" if self.drawn else None
