@@ -217,6 +217,8 @@ class RowOpener:
         local = None if ring is None else ring.share.nodes == self.world.node
         opened: Gathers | None = None
         no_peers = None if ring is None else self._why_no_peers()
+        if ring is None and options.exchange != "auto" and self.world.is_first:
+            say(f"exchange {options.exchange}: not used, no rows are spread over nodes")
         if device.type == "cuda" and options.engine != "off" and self.world.feeds:
             opened = self._gpu_gathers(build, ring, maps=no_peers is None)
         gather, extra_gathers, memory = opened or self._cpu_gathers(build(), local)

@@ -348,7 +348,7 @@ def test_who_may_not_ask(tmp_path: Path) -> None:
     with one_error("LOADER_OPTION", "no extra_columns called"):
         GearLoader(named, extra_columns=["chunk_mask"], **OPTIONS)
     for kind in ("decision_transformer", "mlp", "iql", "decoupled"):
-        with one_error("RECIPE", f"loader.chunk=7 is no use to model.kind={kind}.*FILE.py"):
+        with one_error("RECIPE", f"model.kind={kind} does not use loader.chunk=7.*FILE.py"):
             load_recipe("paper", {"loader.chunk": SIZE, "model.kind": kind})
 
 

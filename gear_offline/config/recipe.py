@@ -108,7 +108,7 @@ class Recipe(Section):
                 "loader.sharding=shard": loader.sharding == "shard",
             }
             for option in (option for option, holds in others.items() if holds):
-                yield f"{option} and train.deterministic=ranks exclude each other"
+                yield f"{option} and train.deterministic=ranks exclude each other: keep one"
         is_short = model.max_timestep is not None and model.max_timestep < loader.context_length
         if is_short and loader.span == "episode":
             need = f"at least loader.context_length ({loader.context_length})"
@@ -140,8 +140,8 @@ class Recipe(Section):
                 rule = "loader.condition=advantage needs a model that is asked for something"
                 yield f"{rule}: {remedy}"
         if loader.chunk is not None and model.takes_chunks is False:
-            remedy = "name one of your own that does, model.kind=FILE.py:Name, or use null"
-            yield f"loader.chunk={loader.chunk} is no use to model.kind={model.kind}: {remedy}"
+            remedy = "name a model of your own that does, model.kind=FILE.py:Name, or use null"
+            yield f"model.kind={model.kind} does not use loader.chunk={loader.chunk}: {remedy}"
         if getattr(model, "condition", None) == "rewards":
             if model.kind != "decision_transformer":
                 yield f"model.condition=rewards is for kind=decision_transformer, got {model.kind}"

@@ -45,8 +45,8 @@ def check_pieces(batch_size: int, ranks: int) -> None:
     if pieces % ranks:
         problem = f"{ranks} ranks cannot share {pieces} pieces of {batch_size // pieces} segments, "
         problem += "whose sums have one order (train.deterministic=ranks)"
-        remedy = f"use a power of two of ranks, at most {pieces}; more need a loader.batch_size of "
-        remedy += f"{PIECE} a rank"
+        remedy = f"use a power of two of ranks, at most {pieces}, or a loader.batch_size of "
+        remedy += f"{PIECE} for each rank"
         raise InputError("LOADER_OPTION", problem, "loader.batch_size", remedy)
 
 
