@@ -161,6 +161,46 @@ def test_weights_have_the_same_bits_on_any_number_of_ranks(more: list[str], tmp_
     assert bits(tmp_path / "several") == alone
 
 
+NOISE = """
+import random
+import numpy as np, torch
+from gear_offline.models.mlp import MLP
+
+class Noise(MLP):
+    def __init__(self, facts, settings):
+        super().__init__(facts, settings)
+        self.register_buffer("noise", torch.zeros(facts.action_dim))
+
+    def losses(self, batch):
+        return {"action": ((self.predict(batch) - batch.actions - self.noise) ** 2).mean(-1)}
+
+    def after_step(self):
+        self.noise.normal_()%s
+"""
+ON_HOST = ".add_(random.random() + np.random.rand())"
+
+
+@pytest.mark.parametrize(
+    ("host", "more"),
+    [
+        (ON_HOST, []),
+        pytest.param(ON_HOST, [ON_CUDA, "train.graph=off"], marks=ON_TWO_GPUS),
+        pytest.param("", [ON_CUDA, "train.graph=on"], marks=ON_TWO_GPUS),
+    ],
+)
+def test_what_a_model_draws_after_steps_is_the_same_on_any_number_of_ranks(
+    host: str, more: list[str], tmp_path: Path
+) -> None:
+    data, torchrun = make_dataset(tmp_path, [9, 30, 4, 17, 25]).path, bool(more)
+    (tmp_path / "noise.py").write_text(NOISE % host)
+    changes = ["train.deterministic=ranks", f"model.kind={tmp_path}/noise.py:Noise", *more]
+    recipe = ranks_recipe(tmp_path / "ranks.yaml", data, *changes)
+    for ranks in (1, 2):
+        trained(ranks, recipe, tmp_path / str(ranks), 10, torchrun=torchrun)
+    one, two = (bits(tmp_path / name) for name in "12")
+    assert "noise" in one and one == two
+
+
 def test_pieces_learn_what_a_whole_batch_learns(tmp_path: Path) -> None:
     data = make_dataset(tmp_path, [9, 30, 4, 17, 25]).path
     whole, pieces = (

@@ -64,6 +64,7 @@ class PieceGradients:
         self._parameters, loader = learner.optimizer.working, learner.recipe.loader
         pieces = count_pieces(loader.batch_size)
         self._size, self._count = loader.batch_size // pieces, pieces // self._world.size
+        self._first, self._pieces = self._world.rank * self._count, pieces
         self._divisor, self._step = float(self._size * loader.context_length), 0
         self.feedback: SegmentFeedback | None = None
         self.parts: Tensor | None = None
@@ -79,11 +80,13 @@ class PieceGradients:
     def seed(self, step: int) -> None:
         """Make random numbers those of a step, counted from 0."""
         self._step = step
-        for number, generator in enumerate(self.generators):
-            generator.manual_seed(self._seed_of(number))
+        for piece, generator in enumerate(self.generators, start=self._first):
+            generator.manual_seed(self._seed_of(piece))
+        if self.generators:
+            self._default.manual_seed(self._seed_of(self._pieces))
 
-    def _seed_of(self, number: int) -> int:
-        piece = self._world.rank * self._count + number
+    def _seed_of(self, piece: int) -> int:
+        """Return the seed of a piece of the batch; after the last one, of `after_step`."""
         words = np.random.SeedSequence((self._run_seed, self._step, piece))
         return int(words.generate_state(1, np.uint64)[0])
 
@@ -107,6 +110,8 @@ class PieceGradients:
         if self._world.size > 1:
             self._exchange(sums, group)
         self._kept.clear()
+        if not self.generators:
+            seed_all(self._seed_of(self._pieces))
         *gradients, losses = sums
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient.to(parameter.dtype)
@@ -145,7 +150,7 @@ class PieceGradients:
     def _random(self, number: int) -> Iterator[None]:
         """Draw the random numbers of a piece of this rank inside."""
         if not self.generators:
-            seed_all(self._seed_of(number))
+            seed_all(self._seed_of(self._first + number))
             yield
             return
         state = self._default.graphsafe_get_state()
