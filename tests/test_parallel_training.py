@@ -201,6 +201,36 @@ def test_what_a_model_draws_after_steps_is_the_same_on_any_number_of_ranks(
     assert "noise" in one and one == two
 
 
+SELDOM = """
+from torch import nn
+from gear_offline.models.mlp import MLP
+
+class Seldom(MLP):
+    def __init__(self, facts, settings):
+        super().__init__(facts, settings)
+        self.late = nn.Linear(facts.state_dim, facts.action_dim)
+
+    def losses(self, batch):
+        error, is_late = self.predict(batch) - batch.actions, batch.timesteps >= 16
+        if is_late.any():
+            error = error + self.late(batch.states) * is_late[..., None]
+        return {"action": (error**2).mean(-1)}
+"""
+
+
+def test_what_windows_of_one_rank_reach_is_learnt_on_all(tmp_path: Path) -> None:
+    """The first windows are steps 6, 11, 15, 17, 19, 6 of an episode: no late one on rank 0."""
+    data = make_dataset(tmp_path, [20]).path
+    (tmp_path / "seldom.py").write_text(SELDOM)
+    changes = [f"model.kind={tmp_path}/seldom.py:Seldom", "loader.context_length=1"]
+    changes += ["loader.batch_size=6", "train.deterministic=ranks", "seed=2"]
+    recipe = ranks_recipe(tmp_path / "ranks.yaml", data, *changes)
+    for ranks in (1, 2):
+        trained(ranks, recipe, tmp_path / str(ranks), 5)
+    one, two = (bits(tmp_path / name) for name in "12")
+    assert "optimizer/exp_avg/late.weight" in one and one == two
+
+
 def test_pieces_learn_what_a_whole_batch_learns(tmp_path: Path) -> None:
     data = make_dataset(tmp_path, [9, 30, 4, 17, 25]).path
     whole, pieces = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -127,7 +127,11 @@ def make_training_model(
             precision=precision,
             narrow=narrow,
             recompute=recipe.train.recompute,
+            accumulate=recipe.train.accumulate,
         )
+        # what the windows of one rank do not reach those of another may
+        unreached = map(frozenset[str], world.gather(sorted(trial.unreached)))
+        trial = replace(trial, unreached=frozenset.intersection(*unreached))
         if trial.leaves_traces and recipe.train.deterministic == "ranks":
             problem = "its losses change buffers (as batch norm does) or what is in Python, which "
             problem += "ranks have each of their own"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from gear_offline.models.base import (
     make_model,
     total_loss,
 )
+from gear_offline.training.gradients import micro_batches
 from gear_offline.training.seeding import host_random, own_random, seed_all
 
 FAINT = 0.02  # weights that begin below it hide what they multiply
@@ -65,14 +66,18 @@ def try_model(
     precision: torch.dtype | None,
     narrow: bool,
     recompute: bool,
+    accumulate: int,
 ) -> Trial:
-    """Try a model on a real batch.
+    """Try a model on a real batch, which is cut as `accumulate` says where all of it is asked.
 
     `precision` is the type of autocast.  With `narrow` steps run on a copy of the weights in it.
     """
     with own_random(batch.device):
         trier = _Trier(model, batch, precision)
         trial = trier.ask_losses()
+        if trial.unreached:
+            unreached = trier.ask_reach(micro_batches(batch, accumulate))
+            trial = replace(trial, unreached=unreached)
         trier.ask_act()
         if recompute:
             trier.ask_recomputed()
@@ -136,13 +141,25 @@ class _Trier:
             reason = "its losses change by what is in Python"
             remark = "has other losses for the same batch, weights and seed: keep what changes in "
             self._remark(f"{remark}buffers, and draw by torch, numpy.random or random")
-        parameters = self.fresh.named_parameters()
         return Trial(
             names=tuple(first) if len(first) > 1 else (),
-            unreached=frozenset(n for n, p in parameters if p.requires_grad and p.grad is None),
+            unreached=self._unreached(),
             freezes=reason and f"{reason}: numbers of Python are the same in each replay",
             leaves_traces=self.leaves_traces or bool(self.counts),
         )
+
+    def ask_reach(self, parts: Iterator[Batch]) -> frozenset[str]:
+        """Ask for steps on all windows; return the parameters that none of their losses reaches."""
+        unreached = list[frozenset[str]]()
+        for part in parts:
+            self._step(self.fresh, part)
+            unreached.append(self._unreached())
+        return frozenset.intersection(*unreached)
+
+    def _unreached(self) -> frozenset[str]:
+        """Return the parameters without a gradient of the last step."""
+        named = self.fresh.named_parameters()
+        return frozenset(name for name, p in named if p.requires_grad and p.grad is None)
 
     def ask_act(self) -> None:
         """Ask for actions: of both models, by another seed, and in each window alone."""
