@@ -32,6 +32,7 @@ from gear_offline.models.eight_bit import MULTIPLE
 from gear_offline.models.encoders import InputColumn
 from gear_offline.training.cost import has_half_gradients
 from gear_offline.training.parallel import Parallel, choose_parallel, shard_model, take_over
+from gear_offline.training.pieces import count_pieces
 from gear_offline.training.trial import Trial, try_model
 
 
@@ -121,13 +122,16 @@ def make_training_model(
         narrow, reason = False, f"{reason}; what is not learnt needs float32 weights"
     is_own = recipe.model.kind in MODELS.own
     if not is_own:
+        parts = recipe.train.accumulate
+        if recipe.train.deterministic == "ranks":
+            parts = count_pieces(recipe.loader.batch_size) // world.size
         trial = try_model(
             model,
             first_batch(),
             precision=precision,
             narrow=narrow,
             recompute=recipe.train.recompute,
-            accumulate=recipe.train.accumulate,
+            parts=parts,
         )
         # what the windows of one rank do not reach those of another may
         unreached = map(frozenset[str], world.gather(sorted(trial.unreached)))

@@ -66,18 +66,15 @@ def try_model(
     precision: torch.dtype | None,
     narrow: bool,
     recompute: bool,
-    accumulate: int,
+    parts: int,
 ) -> Trial:
-    """Try a model on a real batch, which is cut as `accumulate` says where all of it is asked.
+    """Try a model on a real batch, which is cut into `parts` where all of it is asked.
 
     `precision` is the type of autocast.  With `narrow` steps run on a copy of the weights in it.
     """
     with own_random(batch.device):
         trier = _Trier(model, batch, precision)
         trial = trier.ask_losses()
-        if trial.unreached:
-            unreached = trier.ask_reach(micro_batches(batch, accumulate))
-            trial = replace(trial, unreached=unreached)
         trier.ask_act()
         if recompute:
             trier.ask_recomputed()
@@ -85,6 +82,9 @@ def try_model(
             trier.ask_predict()
         if narrow:
             trier.ask_narrow()
+        if trial.unreached:
+            unreached = trier.ask_reach(micro_batches(batch, parts))
+            trial = replace(trial, unreached=unreached)
     sees_timesteps = trier.sees_timesteps
     return replace(trial, remarks=tuple(trier.remarks), sees_timesteps=sees_timesteps)
 
