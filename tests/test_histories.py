@@ -26,7 +26,7 @@ from tests.one_process import open_ranks, row_digests
 from tests.placement_support import FakeMemory
 from tests.sampling_support import CASES, CONTEXT, IDS, facts, p_value
 from tests.segment_oracle import MemoryTable, all_segments, bits, cpu_gather
-from tests.support import hopper_columns, one_error
+from tests.support import Captured, hopper_columns, one_error
 from tests.test_gather import GATHERS, device
 from tests.test_growing import episodes, grow, recipe_of
 from tests.test_resume import interrupted_in
@@ -149,7 +149,7 @@ def check_batch(batch: Batch, data: Dataset, numbers: Any = None) -> None:
 
 
 def test_conversion_keeps_the_order_in_a_history_and_lays_it_side_by_side(
-    data: Dataset, tmp_path: Path
+    data: Dataset, tmp_path: Path, capsys: Captured
 ) -> None:
     read = episodes(LENGTHS, 0)
     order = sorted(range(len(LENGTHS)), key=lambda e: (HISTORIES.index(HISTORIES[e]), e))
@@ -166,7 +166,8 @@ def test_conversion_keeps_the_order_in_a_history_and_lays_it_side_by_side(
     assert kept.histories is not None and kept.history_column == "history"
     assert kept.histories.tolist() == [HISTORIES[e] for e in order if HISTORIES[e] != 7]
     renamed = tmp_path / "renamed"
-    go.convert(data.path, renamed, rename={"history": "learner"}, quiet=True)
+    go.convert(data.path, renamed, rename={"history": "learner"})
+    assert "; histories by learner" in "".join(capsys.readouterr())
     assert go.open_dataset(renamed).history_column == "learner"
     without = go.convert(
         data.path, tmp_path / "named", columns=["observations", "actions"], quiet=True

@@ -14,7 +14,7 @@ from rich.table import Table
 from gear_offline.config.arguments import check_arguments
 from gear_offline.core.progress import Progress, Terminal, print_table
 from gear_offline.core.text import count_text, number_text, printable, size_text, texts
-from gear_offline.data.dataset.dataset import open_dataset
+from gear_offline.data.dataset.dataset import HISTORIES, open_dataset
 from gear_offline.data.dataset.manifest import Manifest
 from gear_offline.data.dataset.shard import DIGEST_CHARS
 
@@ -85,6 +85,8 @@ def summary(manifest: Manifest) -> list[str]:
     ends = f"{endings.terminated:,} terminated, {endings.truncated:,} truncated"
     stored = f"{count_text(len(manifest.shards), 'shard')}, {size_text(manifest.total_bytes)}"
     lines = [f"{episodes} ({ends}), {steps}, {stored}; rule {source.rule}"]
+    if HISTORIES in source.attributes:
+        lines[0] += f"; histories by {source.attributes[HISTORIES]}"
     lines += [f"edited: {edit}" for edit in texts(source.attributes.get("edits"))]
     for name, column in manifest.statistics.items():
         if column.nonfinite:
@@ -117,6 +119,8 @@ def _facts(document: Mapping[str, Any], full: bool) -> dict[str, str]:
         "environment": f"{environment['id'] or 'unknown'}{made_with}; {score_text}",
         "source": f"{source['uri']} ({source['format']}; rule: {source['rule']})",
     }
+    if HISTORIES in source["attributes"]:
+        rows["histories"] = f"by {source['attributes'][HISTORIES]}"
     if full:
         rows |= {"scores": scores["note"]} if scores is not None and scores["note"] else {}
         rows["format"] = f"version {document['format_version']}"
