@@ -203,6 +203,10 @@ def collect(
         if number is not None and not (fits and least <= number < 1 << 63):
             need = f"need a number, {least} <= {name} < 2^63"
             raise InputError("USAGE", f"got {number!r}, {need}", where=name)
+    idle = {"action_noise": policy == "random" and action_noise > 0}
+    idle["train_steps"] = policy in ("random", "play") and train_steps is not None
+    for name in (name for name, is_given in idle.items() if is_given):
+        raise InputError("USAGE", f"policy {policy} makes no use of it", name, "leave it out")
     of_library = ":" in policy
     if of_library or (processes is None and policy != "ars" and steps < PARALLEL_STEPS):
         processes = 1  # a library's model stays in the process that trained it
