@@ -41,6 +41,13 @@ OPTIONS: dict[str, Any] = {
     "train.steps": 1500,
     "train.checkpoint_every": 1500,
     "optimizer.warmup_steps": 100,
+    "selection": {
+        "strategy": "mixture",
+        "parts": [
+            {"strategy": "first_episodes", "column": "history", "weight": 0.7},
+            {"strategy": "uniform_steps", "weight": 0.3},
+        ],
+    },
 }
 
 
@@ -90,7 +97,8 @@ def learn(folder: Path, angles: Float64Array, episodes: int, steps: int, seed: i
             how |= {"histories": LEARNERS, "train_steps": steps, "seed": seed + number}
             how |= {"steps": LEARNERS * episodes * STEPS, "processes": 1, "overwrite": True}
             go.collect(ROOM, file, quiet=True, **how)
-            data = go.convert(file, part, quiet=True, overwrite=True) and go.open_dataset(part)
+            go.convert(file, part, quiet=True, overwrite=True)
+            data = go.open_dataset(part)
             assert data.histories is not None
             for own in np.unique(data.histories).tolist():
                 for episode in np.flatnonzero(data.histories == own)[:episodes].tolist():
