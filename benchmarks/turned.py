@@ -6,7 +6,7 @@ A point is to reach the middle of a plane, but its controls are turned by an ang
 Linear policies learn it by ARS for 48 angles, two each; a model that sees their histories plays
 many episodes of each of 16 other angles, with its weights frozen.  Beside it: windows that end with
 their episode, learners like those of the data, and who knows the angle.  It writes OUT.json and
-OUT.png, and prints a table.  Intervals are those of `benchmarks.dark_room`, over angles.
+prints returns.  Intervals are those of `benchmarks.dark_room`, over angles.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import numpy as np
 
 import gear_offline as go
 from benchmarks import dark_room
-from gear_offline.core import plots
 from gear_offline.core.files import write_file
 from gear_offline.core.system import clean_commit, machine
 from gear_offline.core.text import finite
@@ -175,8 +174,9 @@ def main() -> None:
         document |= {"known": best, "results": results}
         text = json.dumps(finite(document), indent=1, allow_nan=False)
         write_file(folder.with_suffix(".json"), text.encode())
-    print(dark_room.table(results, best))
-    plots.save_figure(dark_room.plot(results, best, episodes), folder.with_suffix(".png"))
+    for name, each in results.items():
+        first, last = (f"{each[end]['mean']:.2f} {each[end]['ci95']}" for end in ("first", "last"))
+        print(f"{name}: return {first} in the first episodes, {last} in the last")
 
 
 if __name__ == "__main__":
