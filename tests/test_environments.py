@@ -174,10 +174,12 @@ def test_ctrl_c_in_an_environment_stays_ctrl_c(monkeypatch: Patch) -> None:
 
 
 def test_recorded_actions_are_those_that_were_applied(tmp_path: Path) -> None:
-    collect("GearTest/Given-v0", tmp_path / "x.hdf5", action_noise=2.0, steps=30, quiet=True)
+    how: dict[str, Any] = {"policy": "ars", "train_steps": 50, "processes": 1, "quiet": True}
+    collect("GearTest/Given-v0", tmp_path / "x.hdf5", action_noise=2.0, steps=30, **how)
     with open_source(tmp_path / "x.hdf5") as source:
         actions = source.read("actions", 0, source.spec.steps)
     assert actions.dtype == np.float64 and all(map(Given.action_space.contains, actions))
+    assert (np.abs(actions) == Given.action_space.high).any(), "noise led out of the space"
 
 
 @pytest.mark.usefixtures("forked_workers")
