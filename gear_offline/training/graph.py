@@ -186,8 +186,7 @@ def warm_up(run: Callable[[], None], device: torch.device) -> None:
 
 
 def capture(run: Callable[[], None], generators: Sequence[torch.Generator] = ()) -> Any:
-    """Return a CUDA graph of what `run` launches; `generators` are those it draws from, if others
-    than torch's own."""
+    """Return a CUDA graph of what `run` launches, which may draw from `generators` of its own."""
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
         graph.register_generator_state(generator)

@@ -11,23 +11,22 @@ Shape legend: W ranks, P pieces, N numbers of all gradients and losses.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from gear_offline.config.recipe import Recipe
+from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.feedback import PieceFeedback, SegmentFeedback
 from gear_offline.training.gradients import GradientPass
 from gear_offline.training.seeding import seed_all
-
-if TYPE_CHECKING:
-    from gear_offline.training.learner import Learner
 
 PIECE = 64  # segments, at most, if halves of the batch allow
 ALIGNED = 256  # bytes: matrix products choose their algorithm by the place of what they read
@@ -53,15 +52,23 @@ def check_pieces(batch_size: int, ranks: int) -> None:
 class PieceGradients:
     """The loss of the global batch and its gradients, from this rank's pieces of it.
 
-    It takes the place of `gradients`, the pass of this rank alone.  Call `seed` before each step.
-    With `captured` the step is captured as a CUDA graph: then half of a rank's pieces run beside
-    the others on a stream of their own, and random numbers come from `generators`, one a piece,
-    which the graph must know.
+    It takes the place of `gradients`, the pass of this rank alone; `parameters` are those that it
+    computes with.  Call `seed` before each step.  With `graph_device` the step is captured as a
+    CUDA graph there: then half of a rank's pieces run beside the others on a stream of their own,
+    and random numbers come from `generators`, one a piece, which the graph must know.
     """
 
-    def __init__(self, learner: Learner, gradients: GradientPass, *, captured: bool) -> None:
-        self._gradients, self._world, self._run_seed = gradients, learner.world, learner.recipe.seed
-        self._parameters, loader = learner.optimizer.working, learner.recipe.loader
+    def __init__(
+        self,
+        gradients: GradientPass,
+        parameters: Sequence[nn.Parameter],
+        recipe: Recipe,
+        world: World,
+        *,
+        graph_device: torch.device | None = None,
+    ) -> None:
+        self._gradients, self._world, self._run_seed = gradients, world, recipe.seed
+        self._parameters, loader = parameters, recipe.loader
         pieces = count_pieces(loader.batch_size)
         self._size, self._count = loader.batch_size // pieces, pieces // self._world.size
         self._first, self._pieces = self._world.rank * self._count, pieces
@@ -71,11 +78,11 @@ class PieceGradients:
         self.generators: list[torch.Generator] = []
         self._stream: Any = None
         self._kept = list[Any]()  # autograd adds up on a stream of its choice: see `RankGradients`
-        if captured:
-            self.generators = [torch.Generator(learner.device) for _ in range(self._count)]
-            self._default = torch.cuda.default_generators[learner.device.index or 0]
+        if graph_device is not None:
+            self.generators = [torch.Generator(graph_device) for _ in range(self._count)]
+            self._default = torch.cuda.default_generators[graph_device.index or 0]
             if self._count > 1:
-                self._stream = torch.cuda.Stream(learner.device)  # type: ignore[no-untyped-call]
+                self._stream = torch.cuda.Stream(graph_device)  # type: ignore[no-untyped-call]
 
     def seed(self, step: int) -> None:
         """Make random numbers those of a step, counted from 0."""

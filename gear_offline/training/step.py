@@ -75,7 +75,7 @@ class EagerStep(Step):
         learner, train = self.learner, self.learner.recipe.train
         if train.deterministic == "ranks":
             alone = GradientPass(learner.working, World(), precision=learner.precision)
-            return PieceGradients(learner, alone, captured=False)
+            return PieceGradients(alone, learner.optimizer.working, learner.recipe, learner.world)
         return GradientPass(
             learner.working,
             learner.world,
@@ -140,7 +140,10 @@ class GraphStep(Step):
         self._pieces: PieceGradients | None = None
         self._ranks: RankGradients | None = None
         if learner.recipe.train.deterministic == "ranks":
-            self._pieces = PieceGradients(learner, alone, captured=True)
+            parameters, recipe = learner.optimizer.working, learner.recipe
+            self._pieces = PieceGradients(
+                alone, parameters, recipe, world, graph_device=learner.device
+            )
         elif world.size > 1:
             divisor = float(part.batches.batch.attention_mask.numel())
             self._ranks = RankGradients(part.optimizer.working, world=world, divisor=divisor)
