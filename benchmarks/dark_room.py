@@ -79,15 +79,22 @@ def shuffle_histories(data: go.Dataset, path: Path) -> go.Dataset:
     return go.open_dataset(path)
 
 
-def train(run: Path, data: Path, variant: str, seed: int, options: argparse.Namespace) -> None:
-    """Train the recipe on some data; windows of one episode are as many steps in a batch."""
-    settings: dict[str, Any] = {"seed": seed, "data.path": str(data), "data.collect": None}
+def train(
+    run: Path,
+    data: Path,
+    variant: str,
+    *,
+    steps: int,
+    settings: dict[str, Any],
+    overrides: list[str],
+) -> None:
+    """Train the recipe on episodes of so many steps; cut windows are as many steps in a batch."""
+    settings = settings | {"data.path": str(data), "data.collect": None}
     settings |= {"evaluate.episodes": 0, "train.trackers": []}
-    recipe = go.load_recipe("dark-room", settings | VARIANTS[variant]).replace(options.overrides)
+    recipe = go.load_recipe("dark-room", settings | VARIANTS[variant]).replace(overrides)
     if variant == "cut":
-        wide = recipe.loader.batch_size * recipe.loader.context_length // options.steps
-        changes: dict[str, Any] = {"loader.batch_size": wide}
-        recipe = recipe.replace(changes | {"loader.context_length": options.steps})
+        wide = recipe.loader.batch_size * recipe.loader.context_length // steps
+        recipe = recipe.replace({"loader.batch_size": wide, "loader.context_length": steps})
     go.train(recipe, out=run, quiet=True)
 
 
@@ -220,13 +227,15 @@ def main() -> None:
     for variant in VARIANTS:
         every = list[Float64Array]()
         for seed in range(options.seeds if variant == "histories" else options.controls):
-            began_run, run = perf_counter(), folder / f"{variant}-{seed}"
+            run, seconds = folder / f"{variant}-{seed}", dict[str, float]()
+            how: dict[str, Any] = {"settings": {"seed": seed}, "overrides": options.overrides}
             if not (run / "summary.json").exists():
-                path = (mixed if variant == "shuffled" else data).path
-                train(run, path, variant, seed, options)
-            trained = perf_counter() - began_run
+                path, began_run = (mixed if variant == "shuffled" else data).path, perf_counter()
+                train(run, path, variant, steps=steps, **how)
+                seconds["train"] = perf_counter() - began_run
+            began_run = perf_counter()
             every.append(play(run, room, goals, tries, 1 if variant == "cut" else length))
-            seconds = {"train": trained, "play": perf_counter() - began_run - trained}
+            seconds["play"] = perf_counter() - began_run
             ends = [float(every[-1][..., :FIRST].mean()), float(every[-1][..., -LAST:].mean())]
             runs.append({"variant": variant, "seed": seed, "ends": ends, "seconds": seconds})
             print(runs[-1], flush=True)

@@ -30,9 +30,9 @@ ROOM = f"{__file__}:Turned"
 STEPS, STRIDE = 10, 0.2  # of an episode; the length of a step at most
 TRAINED, HELD_OUT, LEARNERS = 48, 16, 2  # angles; learners of each
 OPTIONS: dict[str, Any] = {
-    "data.collect": None,
-    "evaluate.episodes": 0,
-    "train.trackers": [],
+    "evaluate.environment": ROOM,
+    "evaluate.environment_options": None,
+    "evaluate.sample": False,
     "loader.batch_size": 16,
     "loader.context_length": 150,
     "model.hidden_size": 64,
@@ -146,18 +146,10 @@ def main() -> None:
     for variant in ("histories", "cut"):
         every = list[Float64Array]()
         for seed in range(options.seeds):
-            run, settings = folder / f"{variant}-{seed}", OPTIONS | dark_room.VARIANTS[variant]
-            settings |= {"seed": seed, "data.path": str(data.path)}
-            settings |= {"evaluate.environment": ROOM, "evaluate.environment_options": None}
-            settings["evaluate.sample"] = False
-            recipe = go.load_recipe("dark-room", settings).replace(options.overrides)
-            if variant == "cut":
-                loader = recipe.loader
-                wide = loader.batch_size * loader.context_length // STEPS
-                changes: dict[str, Any] = {"loader.batch_size": wide}
-                recipe = recipe.replace(changes | {"loader.context_length": STEPS})
+            run, how = folder / f"{variant}-{seed}", {"settings": OPTIONS | {"seed": seed}}
             if not (run / "summary.json").exists():
-                go.train(recipe, out=run, quiet=True)
+                overrides = options.overrides
+                dark_room.train(run, data.path, variant, steps=STEPS, overrides=overrides, **how)
             memory = episodes if variant == "histories" else 1
             report = go.evaluate(
                 run,
