@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 4 -m benchmarks sharded      each rank poses as a node
 
 Windows of several sizes, in host and in GPU memory, and NCCL's all-to-all alone.  Rows of other
-nodes in GPU memory are read in place, by segments that went to who holds them and by those of fixed
-slots, and come by NCCL.  GB/s are those of all ranks together; of what crosses, those of a GPU,
-counted from the segments, and by the GPU's own counters of NVLink where they can be read.
+nodes in GPU memory come by NCCL, where a segment goes to the rank that holds it, or are read in
+place.  GB/s are those of all ranks together; of what crosses, those of a GPU, counted from the
+segments, and by the GPU's own counters of NVLink where they can be read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -52,12 +51,10 @@ WINDOWS = {
     "1 MiB": (128, (13_104, 24_000)),
 }
 PLACEMENTS = {"host": "host", "GPU": "hbm"}
-# sharding, exchange, and whether segments go to who holds them
-ROADS: dict[str, tuple[Sharding, Road, bool]] = {
-    "each holds all": ("replicate", "auto", True),
-    "spread, exchanged": ("shard", "nccl", True),
-    "spread, in place": ("shard", "peer", True),
-    "spread, in place, fixed slots": ("shard", "peer", False),
+ROADS: dict[str, tuple[Sharding, Road]] = {
+    "each holds all": ("replicate", "auto"),
+    "spread, exchanged": ("shard", "nccl"),
+    "spread, in place": ("shard", "peer"),
 }
 ALL_LINKS = 0xFFFFFFFF
 CAPTURED = 50  # batches in a graph
@@ -83,14 +80,13 @@ def run(*, quick: bool = False) -> dict[str, Any]:
             path = _written(world, shape, stack, quick=quick)
             for memory in PLACEMENTS if device.type == "cuda" else ["host"]:
                 whole = 0.0
-                for rows_are, (sharding, road, assigned) in ROADS.items():
+                for rows_are, (sharding, road) in ROADS.items():
                     if memory == "host" and road == "peer":
                         continue
                     road = road if device.type == "cuda" else "auto"
                     how: dict[str, Any] = {"sharding": sharding, "exchange": road}
                     try:
-                        with mock.patch.object(loader_rows, "ASSIGN_BY_OWNER", assigned):
-                            rate = _rate(path, batch, device, world, memory, quick, **how)
+                        rate = _rate(path, batch, device, world, memory, quick, **how)
                     except UnavailableError as error:  # on all ranks: they do not map each other
                         say(f"{rows_are}: {error}", quiet=not world.is_first)
                         continue
@@ -176,7 +172,7 @@ def _rate(
         options = TableOptions(context_length=CONTEXT)
         share = choose_share(dataset, loader.selection, world, options, "shard")
         assert share is not None
-        batches = [loader.batch_at(loader.step + n).segments[:, 0].cpu() for n in range(10)]
+        batches = [loader.batch_at(loader.step + n).segments[:, 0].cpu() for n in range(50)]
         far = float(np.mean(share.nodes[torch.cat(batches).numpy()] != world.node))
         row_bytes = sum(group.row_bytes for group in loader.rows.gather.groups)
         crossing = far * loader.rank_batch * CONTEXT * row_bytes

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from gear_offline.core.types import Int64Array
 from gear_offline.errors import UnavailableError
-from gear_offline.kernels.assign import GpuAssigner, Owners
 from gear_offline.kernels.columns import GroupAddresses
 from gear_offline.kernels.cuda_module import DeviceArrays, Kernel, load, structure
 from gear_offline.kernels.draws import HOST_DRAWN, PRIORITIES, WEIGHTS, GpuDraw, Segments
@@ -50,8 +49,7 @@ class GpuGather:
 
     Windows are cut from episodes at `offsets` (E + 1,), B segments a step (`rank_batch`).  The GPU
     draws by `draw`, from all episodes or the first ones, with `seed`, B slots of the global batch
-    from `first_slot` on, or, where segments go to `owners` (`GpuAssigner`), those of this rank.
-    Without `draw` the host draws all segments.
+    from `first_slot` on.  Without `draw` the host draws all segments.
     `reach` and `repeat` are those of `gear_offline.kernels.gather.CpuGather`.
     `reads_host`: some rows lie in host memory.  `reason`: why the rows lie where they do.  `keep`
     owns the memory that addresses point to.
@@ -75,7 +73,6 @@ class GpuGather:
         keep: Any = None,
         reach: Int64Array | None = None,
         repeat: bool = False,
-        owners: Owners | None = None,
     ) -> None:
         self.groups, self.device = tuple(each.group for each in groups), device
         self.placed = tuple(groups)
@@ -116,11 +113,8 @@ class GpuGather:
             "tasks": int(self._job["group"]["pieces"].sum()) + 1,
         }.items():
             self._job[name] = np.uint64(value)
-        self.assigner: GpuAssigner | None = None
         if draw is not None:
             self._job["sampling"] = self._describe_draw(draw)
-            if owners is not None:
-                self.assigner = GpuAssigner(self._job, owners, device)
         self._row_sum = sum(group.row_bytes for group in self.groups)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._most_blocks = BLOCKS_PER_SM * processors
@@ -136,12 +130,9 @@ class GpuGather:
     def draw_and_gather(self, first_step: int, steps: int) -> Windows:
         """Return the windows that the GPU draws in consecutive steps, (steps, B, K, ...).
 
-        One launch on torch's current stream, into new memory; two where segments go to owners.
+        One launch on torch's current stream, into new memory.
         """
         assert self.draws, "the host draws the segments"
-        if self.assigner is not None:
-            self.assigner.enqueue(names := self.assigner.names(steps), first_step=first_step)
-            return self.gather_named(names)
         windows = self.allocate((steps, self.rank_batch))
         job = self._job.copy()
         job["first_step"] = first_step
@@ -309,10 +300,6 @@ class StaticFill:
         if self.ring:
             job["sampling"]["way"], source = HOST_DRAWN, FILL
             job["chosen"], job["ring"] = self._segments.data_ptr(), self.ring
-        elif engine.assigner is not None:
-            self._named = engine.assigner.names(1)
-            job["sampling"]["way"], source = HOST_DRAWN, FILL
-            job["chosen"] = self._named.data_ptr()
         elif self.chances is not None:
             job["chances"] = self.chances.data_ptr()
         kernel, blocks = engine.fix(job, self.windows)
@@ -323,7 +310,7 @@ class StaticFill:
 
         Waits for the GPU.  False, and nothing is changed, where that takes another kernel.
         """
-        if self._live is None or self._engine.assigner or engine.assigner:
+        if self._live is None:
             return False
         job, name, _ = self._describe(engine)
         if name != self._name:
@@ -354,8 +341,6 @@ class StaticFill:
 
     def enqueue(self) -> None:
         """Fill the windows of the counter's step and advance it by one."""
-        if self._engine.assigner is not None and not self.ring:
-            self._engine.assigner.enqueue(self._named, counter=self.counter.data_ptr())
         self._kernel.launch(self._blocks, THREADS, self._job)
 
 

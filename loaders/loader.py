@@ -144,9 +144,9 @@ class GearLoader(Closing, Iterator[Batch]):
         With a `world` of several nodes.  ``"replicate"``: each holds all rows.  ``"shard"``: each
         holds some of the shards.  ``"auto"``: that only where a node has too little memory.
     exchange
-        The road of rows between nodes: ``"nccl"`` from GPU to GPU, ``"rdma"`` by RDMA reads,
-        ``"gloo"`` through host memory.  ``"auto"``: the first that every rank can use.
-        ``"peer"``: GPUs of one host read each other's memory; only where it is named.
+        The road of rows between nodes: ``"peer"`` GPUs of one host read each other's memory,
+        ``"nccl"`` from GPU to GPU, ``"rdma"`` by RDMA reads, ``"gloo"`` through host memory.
+        ``"auto"``: the first that every rank can use.
     world
         The ranks that share each batch equally, in the order of its slots.  The processes of a node
         hold the table in host memory once.  ``"auto"``: those of torch's process group if there is

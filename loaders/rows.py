@@ -40,8 +40,7 @@ from gear_offline.core.types import BoolArray, Int64Array
 from gear_offline.data.dataset.schema import EpisodeIndex
 from gear_offline.distributed.sharding import choose_share
 from gear_offline.distributed.world import World
-from gear_offline.errors import GearError, InputError
-from gear_offline.kernels.assign import MOST_NODES, Owners
+from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.kernels.columns import ColumnGroup, GroupAddresses
 from gear_offline.kernels.cuda_module import import_cupy
 from gear_offline.kernels.draws import Segments
@@ -69,7 +68,6 @@ class Limits(NamedTuple):
 CPU_LIMITS = Limits(16_384, 32 << 20, 32, 128 << 20)  # more leave the processor's caches
 GPU_LIMITS = Limits(65_536, 128 << 20, 64, 256 << 20)
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-ASSIGN_BY_OWNER = True  # False: a rank has its slots of a batch where it reads all rows in place
 BLOCK_STEPS = 256  # at most: Python's collector takes twice as long a batch where 1,024 wait
 
 RankSegments = LocalSegments | ShardedSegments
@@ -224,16 +222,16 @@ class RowOpener:
         gather, extra_gathers, memory = opened or self._cpu_gathers(build(), local)
         if ring is not None and no_peers is None:
             no_peers = self._agree(getattr(memory, "no_peers", "the CPU gathers"))
-        if ring is None or (no_peers is None and not ASSIGN_BY_OWNER):
+        if ring is not None:
+            self._say_peers(no_peers)
+        if ring is None or no_peers is None:
             segments: RankSegments = LocalSegments(self.stream)
             window = window_bytes(gather.groups, options.context_length)
             window += sum(window_bytes(rows.groups, each.steps) for each, rows in extra_gathers)
             steps = self._block_steps(window, self._limits)
         else:
             engine = gather if isinstance(gather, GpuGather) else None
-            segments = ShardedSegments(
-                self.stream, self.world, ring, build(), engine, no_peers=no_peers
-            )
+            segments = ShardedSegments(self.stream, self.world, ring, build(), engine)
             steps = ring.pass_steps
         if isinstance(gather, GpuGather):
             device = gather.device
@@ -241,7 +239,7 @@ class RowOpener:
 
     def _why_no_peers(self) -> str | None:
         """Return why rows of other nodes are not read in their GPUs; the same on every rank."""
-        if self.options.exchange != "peer":
+        if self.options.exchange not in ("auto", "peer"):
             return "not asked for"
         if any(part.dataset.admissions for part in parts_of(self.data)):
             return "what data that grow leave behind would stay in GPU memory"
@@ -264,6 +262,15 @@ class RowOpener:
             remedy = "see its own message, or set loader.exchange=gloo"
             raise GearError("RANK_FAILED", problem + reasons[rank], remedy=remedy)
         return no_peers
+
+    def _say_peers(self, no_peers: str | None) -> None:
+        """Say that rows of other nodes are read in place, or why not."""
+        if no_peers is not None and self.options.exchange == "peer":
+            remedy = "use loader.exchange=auto"
+            raise UnavailableError("EXCHANGE", f"no peers: {no_peers}", remedy=remedy)
+        if self.world.is_first and self.device.type == "cuda":
+            says = "none, rows are read in the memory of their GPUs (every rank maps it)"
+            say(f"exchange: {says if no_peers is None else f'not in place: {no_peers}'}")
 
     def _disk_reason(self) -> str | None:
         """Return the reason why the rows stay on disk, or None where they come into memory."""
@@ -409,7 +416,6 @@ class RowOpener:
         """
         options, selection, world = self.options, self.stream.selection, self.world
         draw = None if self._extra_gathers else selection.gpu
-        owners: Owners | None = None
         try:
             if ring is None and draw is not None and draw.tree is not None:
                 draw.tree(self.device)  # the table takes what is left
@@ -418,10 +424,6 @@ class RowOpener:
             if ring is not None and placed.no_peers is not None:
                 draw, local = None, ring.share.nodes == world.node
                 groups = [_for_all_episodes(each, local) for each in groups]
-            elif ring is not None and ASSIGN_BY_OWNER:
-                owners = Owners(homes=ring.share.nodes, nodes=world.nodes, rank=world.rank)
-                if world.node_count > MOST_NODES or (draw is not None and draw.tree is not None):
-                    draw = None
             make = partial(
                 GpuGather,
                 offsets=self._index.offsets,
@@ -440,7 +442,6 @@ class RowOpener:
                 seed=self.stream.seed,
                 first_slot=self.stream.first_slot,
                 global_batch=self.stream.global_batch,
-                owners=owners,
             )
             extra_gathers = list[tuple[ExtraGather, Gather]]()
             for each in self._extra_gathers:

@@ -5,8 +5,7 @@ them.  Where a dataset is spread over nodes, all ranks assign the segments alike
 rank of the node that holds them.  The rows of the others are read ahead, a block of steps at a
 time, into a ring of landing rows, where the gather reads them like any others.  Threads draw and
 assign.  Where hosts exchange, a thread does that too, and the ring lies behind the table's rows;
-where GPUs do, it lies in GPU memory, and nothing waits.  Where GPUs map each other's memory nothing
-is read ahead, and a GPU that draws assigns, too.
+where GPUs do, it lies in GPU memory, and nothing waits.
 
 Shape legend: T steps of a block, N segments of a step, B of them a rank's, M reads, E episodes, D
 nodes, W ranks.
@@ -116,16 +115,13 @@ class Planner:
         *,
         first_row: int,
         whole_windows: bool,
-        in_place: bool,
     ) -> None:
         """Begin the ring at `first_row` of the rows that the gather reads.
 
-        `whole_windows`: it copies whole windows, also what is no row of the episode.  `in_place`:
-        it reads rows of other nodes where they are, and nothing lands.
+        `whole_windows`: it copies whole windows, also what is no row of the episode.
         """
         self._stream, self._ring, self._rank = stream, ring, world.rank
         self._first_row, self._whole_windows = first_row, whole_windows
-        self._in_place = in_place
         self._assigner = Assigner(world.nodes, stream.global_batch)
         self._own = self._assigner.places[world.rank]
         # Of each place the rank, and which of its segments.
@@ -153,7 +149,6 @@ class Planner:
         global_segments = self._stream.draw(first_step, steps * len(first_rows))
         homes = share.nodes[global_segments.episodes]
         slots, moves = self._assigner.assign(homes)
-        moves &= not self._in_place
         slots += np.arange(len(homes))[:, None] * homes.shape[1]  # of all steps
         step, position, slot, readers, owners, block = self._elsewhere(homes, slots, moves)
         every = global_segments.flat()
@@ -213,8 +208,7 @@ class ShardedSegments:
     rows land in a GPU's order, threads plan and the one that draws posts.  A sampler that draws
     only when its step has come has nothing prepared.
 
-    `engine` gathers the batches, if a GPU does; with `no_peers` None from where all rows are, and
-    nothing is exchanged.
+    `engine` gathers the batches, if a GPU does.
     """
 
     def __init__(
@@ -224,8 +218,6 @@ class ShardedSegments:
         ring: Ring,
         table: Table,
         engine: GpuGather | None = None,
-        *,
-        no_peers: str | None = None,
     ) -> None:
         from gear_offline.distributed.exchange import open_exchange
 
@@ -243,14 +235,13 @@ class ShardedSegments:
             engine=engine,
             span=table.margin,
             windows=PARTS * ring.steps * ring.rank_batch,
-            no_peers=no_peers,
         )
         self.in_stream = self._exchange.in_stream
         self._engine = engine
         self._stream: Any = None  # the one that blocks land on
         first_row = 0 if self.in_stream else begin
-        sides: dict[str, Any] = {"whole_windows": not self.in_stream, "in_place": no_peers is None}
-        self._planner = Planner(stream, world, ring, first_row=first_row, **sides)
+        whole = not self.in_stream
+        self._planner = Planner(stream, world, ring, first_row=first_row, whole_windows=whole)
         self._depth, self._blocks = 1, 1  # plans ahead, and blocks of each
         if self.in_stream and self._ahead:
             blocks = PLAN_SEGMENTS // (ring.steps * stream.global_batch)

@@ -198,18 +198,6 @@ T __shfl_xor_sync(unsigned, T value, int by) {
     return on_cpu::exchange(value, threadIdx.x % on_cpu::WARP ^ (unsigned)by);
 }
 
-static inline unsigned __ballot_sync(unsigned, int vote) {
-    on_cpu::Fiber& mine = *on_cpu::block.fibers[on_cpu::block.now];
-    int turn = mine.turn, first = on_cpu::block.now / on_cpu::WARP * on_cpu::WARP;
-    on_cpu::exchange((unsigned long long)(vote != 0), 0u);
-    unsigned votes = 0;
-    for (int lane = 0; lane < on_cpu::WARP; ++lane)
-        votes |= (unsigned)on_cpu::block.fibers[first + lane]->slot[turn] << lane;
-    return votes;
-}
-
-static inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
-
 static inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
 static inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long by) {

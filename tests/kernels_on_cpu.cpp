@@ -2,12 +2,10 @@
 #include "cuda_on_cpu.h"
 
 #include "adamw.cu"
-#include "assign.cu"
 #include "fill.cu"
 #include "sample.cu"
 #include "tree.cu"
 
-LAUNCHED(assign, gear::AssignJob)
 LAUNCHED(fill_each, gear::Job)
 LAUNCHED(fill_many, gear::Job)
 LAUNCHED(sample_each, gear::Job)
@@ -35,7 +33,6 @@ extern "C" i64 size_of(int which) {
         case 2: return sizeof(AdamwJobs);
         case 3: return sizeof(Piece);
         case 4: return sizeof(Rule);
-        case 5: return sizeof(Tree);
-        default: return sizeof(AssignJob);
+        default: return sizeof(Tree);
     }
 }

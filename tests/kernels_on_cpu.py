@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from gear_offline.batches.tables.table import Table
-from gear_offline.kernels import adamw, assign, gather_gpu, priorities
+from gear_offline.kernels import adamw, gather_gpu, priorities
 from gear_offline.kernels.columns import GroupAddresses
 from gear_offline.kernels.cuda_module import structure
 from gear_offline.kernels.gather_gpu import GpuGather
@@ -53,8 +53,7 @@ def compile_kernels(folder: Path) -> Kernels:
             subprocess.run([compiler, *FLAGS, *more, include, source, "-o", target], check=True)
     library = ctypes.CDLL(str(target))
     library.size_of.restype = ctypes.c_longlong
-    names = ("Job", "UpdateJob", "AdamwJobs", "Piece", "Rule", "Tree", "AssignJob")
-    for number, name in enumerate(names):
+    for number, name in enumerate(("Job", "UpdateJob", "AdamwJobs", "Piece", "Rule", "Tree")):
         assert library.size_of(number) == structure(name).itemsize, name
     return Kernels(library)
 
@@ -117,7 +116,6 @@ def on_cpu(kernels: Kernels) -> Iterator[torch.device]:
     kernels.launched.clear()
     with (
         mock.patch.object(adamw, "load", load),
-        mock.patch.object(assign, "load", load),
         mock.patch.object(priorities, "load", load),
         mock.patch.object(gather_gpu, "load", load),
         mock.patch.object(torch.cuda, "get_device_properties", lambda _: processor),

@@ -11,7 +11,6 @@ import torch
 
 from gear_offline.distributed.world import open_world
 from gear_offline.errors import GearError
-from gear_offline.loaders import rows
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.training.graph import capture
@@ -29,8 +28,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("frames", {"selection": "return_weighted", "frame_stack": 3}),
     ("numbers", {"selection": "d3rlpy", "padding": "left"}),  # the host draws
 ]
-# Each goes on from the last one; "slots": the segments of a rank do not go to who holds them.
-PLACES = [("nccl", "host"), ("peer", "hbm"), ("nccl", "hbm"), ("slots", "hbm"), ("gloo", "host")]
+# Each goes on from the last one.
+PLACES = [("auto", "host"), ("peer", "hbm"), ("nccl", "hbm"), ("auto", "auto"), ("gloo", "host")]
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(ranks, marks=ON_TWO_GPUS) for ranks in (2, 4)])
@@ -66,8 +65,6 @@ def compare(paths: dict[str, str]) -> None:
             alone = GearLoader(paths[name], device="cpu", world=None, **given)
             state = alone.state_dict()
             for road, placement in PLACES:
-                rows.ASSIGN_BY_OWNER = road != "slots"
-                road = "peer" if road == "slots" else road
                 where: dict[str, Any] = {"exchange": road, "placement": placement}
                 loader = GearLoader(
                     paths[name], device=device, world=world, sharding="shard", **where, **given
@@ -107,7 +104,6 @@ def die(path: str) -> None:
     options: dict[str, Any] = {"batch_size": BATCH, "context_length": 6, "seed": 5}
     alone = GearLoader(path, device="cpu", world=None, **options)
     with open_world(device, timeout=20) as world:
-        rows.ASSIGN_BY_OWNER = False  # half of the windows cross
         where: dict[str, Any] = {"exchange": "peer", "placement": "hbm", "sharding": "shard"}
         loader = GearLoader(path, device=device, world=world, **where, **options)
         next(loader)

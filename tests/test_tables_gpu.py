@@ -108,7 +108,6 @@ def main(path: str, ranks: str) -> None:
             options |= {"batch_size": 32 * world.size, "seed": 7}
             cpu = GearLoader(path, device="cpu", world=None, **options)
             rows: dict[str, Any] = {"sharding": "shard" if ranks == "nodes" else "replicate"}
-            rows["exchange"] = "auto" if place == "host" else "peer"  # read only where shared
             with GearLoader(
                 path, device=device, placement=place, world=world, **rows, **options
             ) as gpu:

@@ -455,7 +455,7 @@ class LoaderSettings(Section):
     sharding: Sharding = "auto"
     """With several nodes: each holds all, or its shards; auto: its shards where all do not fit."""
     exchange: Road = "auto"
-    """Rows of other nodes: by NCCL, RDMA, gloo; auto: the first that works; peer: read in GPUs."""
+    """Rows of other nodes: read in their GPUs, by NCCL, RDMA, gloo; auto: the first that works."""
 
     @model_validator(mode="after")
     def _check_condition(self) -> Self:

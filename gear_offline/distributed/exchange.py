@@ -2,8 +2,7 @@
 
 By three roads, of which all ranks take the same: from GPU to GPU by NCCL
 (`gear_offline.distributed.nccl`), by RDMA reads (`gear_offline.distributed.rdma`), or by
-collectives of gloo, here.  By ``"peer"`` nothing travels ahead: the gather reads memory of the
-other GPUs.
+collectives of gloo, here.
 """
 
 from __future__ import annotations
@@ -70,14 +69,12 @@ def open_exchange(
     engine: GpuGather | None = None,
     span: int = 1,
     windows: int = 0,
-    no_peers: str | None = "not asked for",
 ) -> Exchange:
     """Open an exchange; all ranks of `world` call it together, with the same road.
 
     Rows of other nodes go to `landing`: one C-contiguous, writable (L, W) array for each column
     group.  By ``"nccl"`` they go to GPU memory, `windows` of `span` rows, where the `engine` that
-    gathers this rank's batches reads them.  By ``"peer"`` they stay where they are; `no_peers` says
-    why that cannot be, or is None.  ``"auto"`` is the first of ``"nccl"``, ``"rdma"`` and
+    gathers this rank's batches reads them.  ``"auto"`` is the first of ``"nccl"``, ``"rdma"`` and
     ``"gloo"`` that every rank can take.  A road that is named is taken, or an error says what is
     missing and where.
     """
@@ -86,12 +83,6 @@ def open_exchange(
     ]
     assert widths[0] == widths[1], "rows of one shape"
     assert len({len(rows) for rows in landing}) == 1, "as many landing rows in every column group"
-    if no_peers is None:
-        _say(world, "none, rows are read in the memory of their GPUs", ["every rank maps it"])
-        return InPlace()
-    if road == "peer":
-        remedy = "use loader.exchange=auto"
-        raise UnavailableError("EXCHANGE", f"no peers: {no_peers}", remedy=remedy)
     reasons = list[str]()
     if road in ("auto", "nccl"):
         why = _why_no_nccl(world, engine)
@@ -149,24 +140,6 @@ def _open_endpoint(world: World) -> Endpoint:
             endpoint.close()
         raise
     return opened[0]
-
-
-class InPlace:
-    """No exchange: the gather reads the rows of every node."""
-
-    in_stream = True
-
-    def ready(self, reads: Reads) -> Reads:
-        return reads
-
-    def post(self, block: int, reads: Reads) -> None:
-        assert not len(reads), "nothing is elsewhere"
-
-    def wait(self, block: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class CollectiveExchange:
