@@ -218,6 +218,15 @@ def test_the_example_trains_groups_on_one_batch_each(dataset: Dataset) -> None:
         assert found == {digest.hexdigest()}
 
 
+def test_the_page_of_two_hosts_tells_of_right_batches() -> None:
+    done = fork_ranks(2, "examples/two_hosts.py", "--roads", "gloo,nccl")
+    assert done.returncode == 0, done.stderr
+    for window in "1 KiB", "64 KiB":
+        assert f"\n{window}, gloo: right, " in done.stdout
+        assert f"\n{window}, nccl: EXCHANGE: " in done.stdout
+    assert "WRONG" not in done.stdout
+
+
 SHARING = """
 import json, sys
 import torch.distributed as dist
