@@ -264,8 +264,13 @@ def test_a_run_over_histories_plays_memories_and_reports_them(tmp_path: Path) ->
     page = (run.path / "report.md").read_text()
     assert "6 episodes of 2 memories" in page and "plots/episodes.png" in page
     assert (run.path / "plots" / "episodes.png").stat().st_size
-    assert go.evaluate(run.path, episodes_of_memory=1, quiet=True).targets[0].by_episode == ()
-    assert go.evaluate(run.path, episodes_of_memory=2, quiet=True).episodes_of_memory == 2
+    plain = go.evaluate(run.path, episodes_of_memory=1, quiet=True)
+    assert plain.targets[0].by_episode == ()
+    remembered = go.evaluate(run.path, episodes_of_memory=2, quiet=True)
+    assert remembered.episodes_of_memory == 2
+    for memory, result in (False, plain), (True, remembered):
+        achieved = go.load_policy(run.path, memory=memory).facts.achieved
+        assert [each.mean_return for each in achieved] == [result.targets[0].mean_return]
     assert "windows of" not in (run.path / "report.md").read_text()
     go.evaluate(run.path, context_length=40, quiet=True)
     assert ", windows of 40 steps, " in (run.path / "report.md").read_text()

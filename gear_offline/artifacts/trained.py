@@ -253,7 +253,8 @@ def _by_itself(made: SequenceModel, window: Window, facts: PolicyFacts, path: st
 def _read_achieved(trained: TrainedModel, task: str | None, policy: Policy) -> tuple[Achieved, ...]:
     """Return the results of the newest evaluation of these weights in the policy's environment.
 
-    Those with windows of another length are not of this policy.
+    Those with windows of another length, with memory or without, or with drawn actions where the
+    recipe draws none, are not of this policy.
     """
     facts = policy.facts
     if trained.run is None:
@@ -268,11 +269,13 @@ def _read_achieved(trained: TrainedModel, task: str | None, policy: Policy) -> t
     reports = [r for r in records if r is not None and r.step == trained.facts.step]
     options = facts.environment_options or {}
     results = [report.named.get(task or "", report) for report in reports]
-    results = [r for r in results if r.context_length == policy.other_context_length]
+    own = (policy.other_context_length, policy.memory, trained.recipe.evaluate.sample)
+    played = [(r.context_length, r.episodes_of_memory > 1, r.sample) for r in results]
+    results = [each for each, how in zip(results, played, strict=True) if how == own]
     alike = [r for r in results if r.environment_options == options]
-    played = [r for r in alike if is_same(r.environment, facts.environment)]
+    here = [r for r in alike if is_same(r.environment, facts.environment)]
     keys = set(Achieved.model_fields)
-    targets = played[-1].targets if played else ()
+    targets = here[-1].targets if here else ()
     return tuple(Achieved(**target.model_dump(include=keys)) for target in targets)
 
 

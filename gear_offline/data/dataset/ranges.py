@@ -58,19 +58,23 @@ class BlockCache:
             return self._add(name, fetch()) if handle is None else handle
 
     def _find(self, name: str) -> int | None:
-        with suppress(OSError):
+        try:
             handle = open_regular(self.folder / name, links=False)
-            status = os.fstat(handle)
-            identity = (status.st_ino, status.st_size, status.st_mtime_ns)
-            if self._compared.get(name) != identity:
-                if digest(os.pread(handle, status.st_size, 0)) != name:
-                    os.close(handle)
-                    return None
-                self._compared[name] = identity
-            with suppress(OSError):  # another user's
-                os.utime(handle, ns=(time.time_ns(), status.st_mtime_ns))
-            return handle
-        return None
+        except OSError:
+            return None
+        status = os.fstat(handle)
+        identity = (status.st_ino, status.st_size, status.st_mtime_ns)
+        content = b""
+        if self._compared.get(name) != identity:
+            with suppress(OSError):  # the cache's disk fails: fetched anew
+                content = os.pread(handle, status.st_size, 0)
+            if digest(content) != name:
+                os.close(handle)
+                return None
+            self._compared[name] = identity
+        with suppress(OSError):  # another user's
+            os.utime(handle, ns=(time.time_ns(), status.st_mtime_ns))
+        return handle
 
     def _add(self, name: str, content: bytearray) -> int:
         room, used, path = _disk_bytes(len(content)), self.folder / _USED, self.folder / name
