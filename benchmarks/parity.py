@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
@@ -40,7 +42,7 @@ from gear_offline.artifacts.records import mean_interval
 from gear_offline.artifacts.trained import load_policy
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.core.files import write_file
-from gear_offline.core.system import machine
+from gear_offline.core.system import clean_commit, machine
 from gear_offline.data.dataset.dataset import Dataset, open_dataset
 from gear_offline.evaluation.play import evaluate_tasks
 from gear_offline.evaluation.tasks import EvaluationTask
@@ -339,10 +341,11 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run everything; write OUT.json as datasets are complete."""
+def measure(options: argparse.Namespace, **told: str) -> dict[str, Any]:
+    """Run everything; write OUT.json, with what is `told`, as datasets are complete."""
     options.out.parent.mkdir(parents=True, exist_ok=True)
     document: dict[str, Any] = {
+        **told,
         "machine": machine(),
         "device": torch.cuda.get_device_name() if options.device != "cpu" else "cpu",
         "settings": asdict(settings_of(options)),
@@ -380,4 +383,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(parse()), indent=1))
+    command = f"python -m benchmarks.parity {shlex.join(sys.argv[1:])}"
+    commit = clean_commit()  # before minutes of work
+    print(json.dumps(measure(parse(), commit=commit, command=command), indent=1))
