@@ -30,6 +30,8 @@ from gear_offline.data.sources import pick_episodes as pick_episodes
 from gear_offline.errors import GearError as GearError
 from gear_offline.errors import InputError as InputError
 from gear_offline.errors import UnavailableError as UnavailableError
+from gear_offline.evaluation.batched import BatchedEnvironment as BatchedEnvironment
+from gear_offline.evaluation.batched import DLPackEnvironment as DLPackEnvironment
 from gear_offline.evaluation.choose import choose as choose
 from gear_offline.evaluation.collect.act import act as act
 from gear_offline.evaluation.collect.collection import collect as collect

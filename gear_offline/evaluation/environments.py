@@ -354,6 +354,7 @@ def make_environment(
     if colon and (is_admitted(environment_id) or module not in sys.modules):
         check_admitted(ENVIRONMENTS, environment_id)
         maker = maker_of(environment_id)
+        maker = getattr(maker, "single", maker)  # one of a batched class
         spec = EnvSpec(id=re.sub(r"\W", "_", name), entry_point=maker) if maker else name
     _check_options(environment_id, options or {})
     how = {**(options or {}), **more}

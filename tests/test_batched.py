@@ -1,0 +1,156 @@
+"""Environments of one device, against Gymnasium's own, stepped one by one."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.utils.env_checker import check_env
+
+import gear_offline as go
+from gear_offline.core.parts import admit
+from gear_offline.evaluation.batched import BatchedEnvironment, DLPackEnvironment, find_batched
+from gear_offline.evaluation.collect.collection import collect
+from gear_offline.evaluation.environments import make_environment
+from tests.support import one_error
+
+ROOM = "gear_offline/DarkRoom-v0"
+CPU = torch.device("cpu")
+
+REACH = '''
+"""Points that move to 1: the class of several, and the same in arrays of a library."""
+import gymnasium
+import numpy as np
+import torch
+
+import gear_offline as go
+
+{imports}
+
+
+class Points(go.BatchedEnvironment):
+    observation_space = gymnasium.spaces.Box(-9.0, 9.0, (1,), np.float32)
+    action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
+
+    def __init__(self, count, device, speed=0.1):
+        super().__init__(count, device)
+        self.place, self.speed = torch.zeros(count, 1, device=device), speed
+
+    def reset(self, starts, where):
+        self.place.copy_(torch.where(where[:, None], starts[:, None] % 5 - 2.0, self.place))
+        return self.place.clone()
+
+    def step(self, actions):
+        self.place.add_(self.speed * actions)
+        far = (self.place[:, 0] - 1).abs()
+        return self.place.clone(), -far, far < 0.05, far > 50
+
+
+class Arrays(go.DLPackEnvironment):
+    observation_space, action_space = Points.observation_space, Points.action_space
+    from_dlpack = staticmethod({numbers}.from_dlpack)
+
+    def reset_arrays(self, state, starts, where):
+        begun = starts[:, None] % 5 - {float32}(2.0)
+        place = {numbers}.where(where[:, None], begun, 0 if state is None else state)
+        return (place := place.astype({float32})), place
+
+    def step_arrays(self, state, actions):
+        place = state + {float32}(0.1) * actions
+        far = abs(place[:, 0] - 1)
+        return place, place, -far, far < 0.05, far > 50
+'''
+
+
+def written(folder: Path, library: str = "numpy") -> str:
+    """Write the file of an own environment, of arrays of a library; return its name."""
+    names = {"numpy": ("import numpy as xp", "np.float32"), "jax": ("", "xp.float32")}
+    imports, float32 = names[library]
+    if library == "jax":
+        imports = "import jax.dlpack\nimport jax.numpy as xp\n"
+    text = REACH.format(imports=imports, numbers="xp", float32=float32)
+    (folder / f"reach_{library}.py").write_text(text)
+    return str(folder / f"reach_{library}.py")
+
+
+def make(environment_id: str, count: int, **options: Any) -> BatchedEnvironment:
+    found = find_batched(environment_id, options)
+    assert found is not None
+    return found(count, CPU, **options)
+
+
+@pytest.mark.parametrize(
+    ("environment_id", "options"),
+    [(ROOM, {}), (ROOM, {"goals": "held_out", "size": 5}), ("Pendulum-v1", {}),
+     ("Pendulum-v1", {"g": 1.0})],
+)  # fmt: skip
+def test_each_of_a_batch_does_what_gymnasium_does(
+    environment_id: str, options: dict[str, Any]
+) -> None:
+    batched, generator = make(environment_id, 7, **options), np.random.default_rng(0)
+    flatten = gymnasium.wrappers.FlattenObservation
+    alone = [flatten(gymnasium.make(environment_id, **options)) for _ in range(7)]
+    every, seeds = np.ones(7, bool), np.arange(1000, 1007)
+    for episode in range(3):
+        where = every if episode == 0 else generator.random(7) < 0.5
+        starts = batched.starts(seeds)
+        seen = batched.reset(starts, torch.from_numpy(where))
+        for number in np.flatnonzero(where):
+            begun: Any = alone[number].reset(seed=int(seeds[number]))
+            assert np.allclose(seen[number], begun[0], rtol=1e-6, atol=1e-6)
+        for _ in range(12):
+            space: Any = batched.action_space
+            space.seed(int(generator.integers(1 << 30)))
+            actions = np.array([space.sample() for _ in range(7)])
+            results = batched.step(torch.from_numpy(actions))
+            for one, action, *mine in zip(alone, actions, *results, strict=True):
+                now, reward, *ends, _ = one.unwrapped.step(action)
+                expected: Any = gymnasium.spaces.flatten(one.unwrapped.observation_space, now)
+                assert np.allclose(mine[0], expected, rtol=1e-6, atol=1e-6)
+                assert float(mine[1]) == pytest.approx(float(reward), rel=1e-6)
+                assert [bool(end) for end in mine[2:]] == ends
+        seeds = seeds + 100
+
+
+@pytest.mark.parametrize("library", ["numpy", "jax"])
+def test_arrays_of_a_library_are_an_environment_by_dlpack(tmp_path: Path, library: str) -> None:
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"needs {library}")
+    name, seeds = written(tmp_path, library), np.array([3, 8, 5])
+    admit([f"{name}:Points", f"{name}:Arrays"])
+    points, arrays = (make(f"{name}:{kind}", 3) for kind in ("Points", "Arrays"))
+    assert isinstance(arrays, DLPackEnvironment) and not arrays.captured and points.captured
+    every = torch.ones(3, dtype=torch.bool)
+    for where in (every, torch.tensor([False, True, False])):
+        first, second = (each.reset(each.starts(seeds), where) for each in (points, arrays))
+        assert torch.equal(first, second)
+        for step in range(20):
+            actions = torch.full((3, 1), 0.1 * step - 0.5)
+            for mine, theirs in zip(points.step(actions), arrays.step(actions), strict=True):
+                assert torch.allclose(mine, theirs) and mine.dtype == theirs.dtype
+        seeds = seeds + 1
+
+
+def test_a_batched_class_is_named_as_any_environment(tmp_path: Path) -> None:
+    """One of them is Gymnasium's: it is checked, recorded, and its options are those of make."""
+    name = f"{written(tmp_path)}:Points"
+    how: dict[str, Any] = {"environment_options": {"speed": 0.5, "max_episode_steps": 9}}
+    collect(name, tmp_path / "a.hdf5", steps=60, quiet=True, **how)
+    go.convert(tmp_path / "a.hdf5", tmp_path / "a", quiet=True)
+    data = go.open_dataset(tmp_path / "a")
+    assert data.episodes.lengths.max() == 9 and set(data[0]) >= {"observations", "actions"}
+    seen, actions = data[0]["observations"], data[0]["actions"]
+    assert np.allclose(seen[1:], seen[:-1] + 0.5 * actions[:-1])
+    with make_environment(name, {"max_episode_steps": 9}) as made:
+        check_env(made.raw.unwrapped)
+    with one_error("ENVIRONMENT", "making it raised TypeError.*sped"):
+        options = {"sped": 1.0, "max_episode_steps": 9}
+        collect(name, tmp_path / "b.hdf5", steps=60, quiet=True, environment_options=options)
+
+
+def test_wrappers_have_no_batched_environment() -> None:
+    assert find_batched("Pendulum-v1", {"additional_wrappers": []}) is None
+    assert find_batched("CartPole-v1", {}) is None
