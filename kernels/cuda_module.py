@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from torch import Tensor
 from gear_offline.core.text import first_line
 from gear_offline.errors import UnavailableError
 
+T = TypeVar("T")
 FOLDER = Path(__file__).resolve().parent / "cuda"
 OPTIONS = ("--std=c++17", "--fmad=false", f"-I{FOLDER}")  # fmad: casts round as NumPy's
 # Threads beside the one that trains hold it while they use a stream of torch's, of which there are
@@ -87,6 +88,47 @@ def capturing(graph: Any, stream: Any) -> Iterator[None]:
             raise
     if first is not None:
         raise first
+
+
+class CapturedCall(Generic[T]):
+    """The launches of a function as a CUDA graph, on a stream that others may have too.
+
+    Another thread may capture meanwhile, so each use of the stream holds `capture_lock`.  Products
+    are TF32's.  The function may draw from `generators` of its own.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[], T],
+        device: torch.device,
+        generators: Sequence[torch.Generator] = (),
+    ) -> None:
+        self._graph: Any = torch.cuda.CUDAGraph()
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+        try:
+            with capture_lock:
+                self._stream.wait_stream(torch.cuda.current_stream(device))
+                with torch.cuda.stream(self._stream):
+                    for _ in range(2):  # libraries choose their algorithms and allocate
+                        run()
+                    for generator in generators:
+                        self._graph.register_generator_state(generator)
+                    with capturing(self._graph, self._stream):
+                        self.result = run()  # where each replay puts it
+        finally:
+            torch.set_float32_matmul_precision(precision)
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """Work on the graph's stream."""
+        with capture_lock, torch.cuda.stream(self._stream):
+            yield
+
+    def replay(self) -> None:
+        """Launch the graph; within `stream`."""
+        self._graph.replay()
 
 
 def load(source: str, names: Sequence[str], *, device: int) -> dict[str, Kernel]:

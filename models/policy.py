@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +31,7 @@ from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
 from gear_offline.data.dataset.schema import match_columns
 from gear_offline.data.dataset.scores import RewardEdit
 from gear_offline.errors import InputError, given_path
-from gear_offline.kernels.cuda_module import capture_lock, capturing
+from gear_offline.kernels.cuda_module import CapturedCall
 from gear_offline.models.base import PlayedWindow, SequenceModel, calling_model, evaluation_mode
 from gear_offline.models.encoders import InputColumn
 from gear_offline.models.policy_folder import CARD, PLACE, PolicyFacts, PolicyFile, write_policy
@@ -688,10 +688,7 @@ def as_actions(model: SequenceModel, action: Tensor, noise: Tensor | float = 0.0
 
 
 class _Graph:
-    """`Policy._step` of all environments as one CUDA graph, on a stream that others may have too.
-
-    Another thread may capture meanwhile, so each use of the stream holds `capture_lock`.
-    """
+    """`Policy._step` of all environments as one CUDA graph."""
 
     def __init__(self, policy: Policy) -> None:
         count, device, length = policy.environments, policy.device, policy.context_length
@@ -704,26 +701,8 @@ class _Graph:
             name: torch.zeros((count, *column.shape), dtype=_type(column), device=device)
             for name, column in policy.columns.items()
         }
-        self._graph: Any = torch.cuda.CUDAGraph()
-        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        precision = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high")
-        try:
-            with capture_lock:
-                self._stream.wait_stream(torch.cuda.current_stream(device))
-                with torch.cuda.stream(self._stream):
-                    for _ in range(2):  # libraries choose their algorithms and allocate
-                        policy._step(self._numbers, self._seen, length)
-                    with capturing(self._graph, self._stream):
-                        self._actions = policy._step(self._numbers, self._seen, length)
-        finally:
-            torch.set_float32_matmul_precision(precision)
-
-    @contextmanager
-    def stream(self) -> Iterator[None]:
-        """Work on the graph's stream."""
-        with capture_lock, torch.cuda.stream(self._stream):
-            yield
+        self._call = CapturedCall(lambda: policy._step(self._numbers, self._seen, length), device)
+        self.stream = self._call.stream
 
     def launch(self, numbers: Array, observed: Mapping[str, Array]) -> Callable[[], Array]:
         """Do `Policy._step` for some environments; the others' rows are nobody's."""
@@ -733,11 +712,11 @@ class _Graph:
             self._numbers[count:, 0] = self._nobody
             for name, rows in observed.items():
                 self._seen[name][:count].copy_(torch.from_numpy(rows))
-            self._graph.replay()
+            self._call.replay()
 
         def wait() -> Array:
             with self.stream():
-                return np.asarray(self._actions[:count].cpu().numpy())
+                return np.asarray(self._call.result[:count].cpu().numpy())
 
         return wait
 

@@ -12,9 +12,15 @@ from gymnasium.utils.env_checker import check_env
 
 import gear_offline as go
 from gear_offline.core.parts import admit
+from gear_offline.data.dataset.scores import RewardEdit
 from gear_offline.evaluation.batched import BatchedEnvironment, DLPackEnvironment, find_batched
+from gear_offline.evaluation.batched_play import BatchedPlay
 from gear_offline.evaluation.collect.collection import collect
 from gear_offline.evaluation.environments import make_environment
+from gear_offline.evaluation.rollout import Environments
+from gear_offline.models.decision_transformer import build_model
+from gear_offline.models.policy import Policy
+from tests.evaluation_support import play_episodes
 from tests.support import one_error
 
 ROOM = "gear_offline/DarkRoom-v0"
@@ -154,3 +160,68 @@ def test_a_batched_class_is_named_as_any_environment(tmp_path: Path) -> None:
 def test_wrappers_have_no_batched_environment() -> None:
     assert find_batched("Pendulum-v1", {"additional_wrappers": []}) is None
     assert find_batched("CartPole-v1", {}) is None
+
+
+def room_policy(seed: int, **options: Any) -> Policy:
+    """A Decision Transformer without training, sure of what it does."""
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {"state_dim": 6, "action_dim": 5, "context_length": 6}
+    model = build_model(max_timestep=20, hidden_size=16, layers=1, heads=1, discrete=True, **sizes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5.0)
+    scales: dict[str, Any] = {"state_mean": [0.1] * 6, "state_std": [0.3] * 6}
+    scales |= {"returns_scale": 10.0, "context_length": 6, "gamma": 0.9}
+    return Policy(model, **scales, **options)
+
+
+@pytest.mark.parametrize("environments", [2, 5, 40])
+def test_lists_of_episodes_are_played_as_one_by_one(environments: int) -> None:
+    edits = (RewardEdit(scale=2.0, shift=-0.5, high=1.0),)
+    seeds, targets = [*range(1000, 1018)] * 2, [20.0] * 18 + [3.0] * 18
+    with Environments(ROOM, 4, options={"size": 3}) as made:
+        policy = room_policy(30, reward_edits=edits)
+        expected = play_episodes(policy, made, seeds=seeds, targets=targets, keep_actions=2)
+        facts = made.facts
+    assert len(set(expected.returns)) > 3, "the episodes differ, so mixing them up would show"
+    told, policy = list[int](), room_policy(30, reward_edits=edits)
+    rooms = make(ROOM, environments, size=3)
+    play = BatchedPlay(policy, rooms, facts, total=36, keep=2)
+    for _ in range(2):  # a second list begins anew
+        played = play.play(seeds, targets, told.append)
+        assert played.returns.tolist() == expected.returns.tolist()
+        assert played.lengths.tolist() == [20] * 36 and not played.terminated.any()
+        for mine, theirs in zip(played.actions, expected.actions, strict=True):
+            assert (mine == theirs).all()
+    assert sum(told) == 72
+
+
+def test_evaluate_plays_an_own_class_as_a_plain_loop(tmp_path: Path) -> None:
+    """Episodes that end at different steps, cut ones, and an environment that others take up."""
+    name, options = f"{written(tmp_path)}:Points", {"speed": 0.5, "max_episode_steps": 30}
+    how: dict[str, Any] = {"environment_options": options, "quiet": True}
+    collect(name, tmp_path / "a.hdf5", steps=900, **how)
+    words: dict[str, Any] = {
+        "data.path": str(tmp_path / "a"),
+        "data.source": str(tmp_path / "a.hdf5"),
+    }
+    words |= {"evaluate.environment": name, "loader.returns_scale": 9.0, "evaluate.episodes": 0}
+    run = go.train("smoke", words, out=tmp_path / "run", quiet=True)
+    report = run.evaluate(environment=name, targets=(-1.0, -30.0), episodes=24, **how)
+    policy = run.policy(device="cpu")
+    with make_environment(name, options) as environment:
+        for target in report.targets:
+            for episode in range(24):
+                seen, _ = environment.reset(seed=1000 + episode)
+                policy.reset(target.target)
+                rewards, over = list[float](), False
+                while not over:
+                    action = np.clip(policy.act(seen[None])[0], -1.0, 1.0)
+                    seen, reward, ended, cut, _ = environment.step(action)
+                    rewards.append(reward)
+                    policy.observe_reward([reward], actions=action[None])
+                    over = ended or cut
+                assert target.returns[episode] == pytest.approx(sum(rewards), rel=1e-4)
+                assert target.lengths[episode] == len(rewards)
+                assert target.terminated[episode] == ended
+    assert len({*report.targets[0].lengths}) > 1

@@ -23,7 +23,7 @@ from torch.utils.dlpack import from_dlpack
 from gear_offline.core.parts import is_admitted
 from gear_offline.core.types import Array, Int64Array
 from gear_offline.evaluation.dark_room import MOVES, goals_of
-from gear_offline.evaluation.environments import Options, maker_of
+from gear_offline.evaluation.environments import Options, guard, maker_of
 
 LARGEST = np.array([1.0, 1.0, 8.0], np.float32)  # observation of a pendulum
 Stepped = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -216,3 +216,13 @@ def find_batched(environment_id: str, options: Options) -> type[BatchedEnvironme
     is_batched = isinstance(maker, type) and issubclass(maker, BatchedEnvironment)
     is_plain = not options.keys() & {"additional_wrappers", "observation_columns"}
     return maker if is_batched and is_plain else None
+
+
+def make_batched(
+    environment_id: str, options: Options, count: int, device: torch.device
+) -> BatchedEnvironment:
+    """Make the environments of `find_batched`; what `gymnasium.make` takes is no option of it."""
+    found = find_batched(environment_id, options)
+    assert found is not None, "asked for behind find_batched"
+    own = {key: value for key, value in options.items() if key != "max_episode_steps"}
+    return guard(environment_id, "making it", found, count, device, **own)

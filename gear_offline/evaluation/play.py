@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -32,13 +32,23 @@ from gear_offline.core.workers import Caller
 from gear_offline.data.dataset.schema import channels_last, match_columns
 from gear_offline.data.dataset.scores import ReferenceScores, find_scores, known_scores
 from gear_offline.errors import GearError, InputError
+from gear_offline.evaluation.batched import OWN, find_batched, make_batched
+from gear_offline.evaluation.batched_play import BatchedPlay
 from gear_offline.evaluation.environments import (
     EnvironmentFacts,
     Pack,
     pack_environment,
+    probe,
     weigh,
 )
-from gear_offline.evaluation.rollout import ActingPolicy, Environments, play_together, reseed, turns
+from gear_offline.evaluation.rollout import (
+    ActingPolicy,
+    Environments,
+    Episodes,
+    play_together,
+    reseed,
+    turns,
+)
 from gear_offline.evaluation.tasks import CPU_ENVIRONMENTS, EvaluationTask, Reference
 from gear_offline.models.base import ModelSizes, SequenceModel
 from gear_offline.models.encoders import InputColumn
@@ -48,7 +58,8 @@ MOST_ENVIRONMENTS = 1024  # at once, of all policies that play together
 ENVIRONMENT_BYTES = 16 << 20  # of memory that one takes at least; a robot of meshes has 170 MB
 FOREIGN = "the environment is not the one that D4RL measured, so the score is indicative only"
 
-Evaluation = tuple[Callable[[EvaluationTask], ActingPolicy], Sequence[EvaluationTask]]
+Player: TypeAlias = ActingPolicy | BatchedPlay
+Evaluation = tuple[Callable[[EvaluationTask], Player], Sequence[EvaluationTask]]
 
 
 def play_tasks(
@@ -74,14 +85,38 @@ def play_tasks(
     return report.model_copy(update=facts)
 
 
-def make_player(trained: TrainedModel, task: EvaluationTask, device: str) -> Policy:
-    """Return the policy that plays a task."""
-    return trained.policy(
-        task.name or None,
-        device,
-        memory=task.episodes_of_memory > 1,
-        context_length=task.context_length,
+def make_player(trained: TrainedModel, task: EvaluationTask, device: str) -> Policy | BatchedPlay:
+    """Return the policy that plays a task, with its environments if they are batched."""
+    memory = task.episodes_of_memory > 1
+    how: dict[str, Any] = {"memory": memory, "context_length": task.context_length}
+    policy = trained.policy(task.name or None, device, **how)
+    if not task.batched:
+        return policy
+    options = task.environment_options
+    facts = probe(task.environment, options)
+    check_sizes(facts, policy.model.facts.sizes, [*policy.columns], whose="the model")
+    return BatchedPlay(
+        policy,
+        make_batched(task.environment, options, task.slots, policy.device),
+        facts,
+        total=task.episodes * len(task.targets),
+        seed=task.seed if task.sample else None,
+        keep=len(task.targets),
     )
+
+
+def _is_batched(trained: TrainedModel, task: EvaluationTask, device: str) -> bool:
+    """True if a task's environments step on the policy's device.
+
+    On the CPU those that are there without are played without.
+    """
+    facts, options = trained.model.facts, task.environment_options
+    if task.goals or task.episodes_of_memory > 1 or len(facts.columns) > 1:
+        return False
+    if facts.columns[0].frames or find_batched(task.environment, options) is None:
+        return False
+    is_there = task.environment in OWN and not device.startswith("cuda")
+    return not is_there and probe(task.environment, options).step_limit > 0
 
 
 def settle_tasks(
@@ -95,11 +130,11 @@ def settle_tasks(
     tasks = [replace(task, data_returns=returns.get(task.name)).settle(device) for task in tasks]
     if trained.model.asks_nothing:
         tasks = [replace(t, targets=t.targets[:1], condition="nothing") for t in tasks]
-    return tasks
+    return [replace(task, batched=_is_batched(trained, task, device)) for task in tasks]
 
 
 def evaluate_tasks(
-    policy_of: Callable[[EvaluationTask], ActingPolicy],
+    policy_of: Callable[[EvaluationTask], Player],
     tasks: Sequence[EvaluationTask],
     *,
     cores: int | None = None,
@@ -150,8 +185,13 @@ class Stage(Closing):
             self._made[task.kind] = environments = Environments(task.environment, slots, **how)
         if self.is_closed:  # meanwhile
             self.drop(task)
-            raise GearError("INTERRUPTED", "the environments are closed")
+        self.check()
         return environments
+
+    def check(self) -> None:
+        """Raise an error once it is closed."""
+        if self.is_closed:
+            raise GearError("INTERRUPTED", "the environments are closed")
 
     def drop(self, task: EvaluationTask) -> None:
         """Close the environments of a task."""
@@ -176,7 +216,10 @@ def evaluate_together(
     began, alike = time.perf_counter(), dict[str, list[_TaskPlay]]()
     by_policy = [[_TaskPlay.of(policy, task) for task in tasks] for policy, tasks in evaluations]
     for play in chain.from_iterable(by_policy):
-        alike.setdefault(play.task.kind, []).append(play)
+        if play.task.batched:
+            play.play_batched(stage, quiet)
+        else:
+            alike.setdefault(play.task.kind, []).append(play)
     for group in alike.values():
         task = group[0].task
         if (room := stage.room(task)) < task.slots:
@@ -205,13 +248,13 @@ def evaluate_together(
 class _TaskPlay:
     """One task of one policy."""
 
-    policy_of: Callable[[EvaluationTask], ActingPolicy]
+    policy_of: Callable[[EvaluationTask], Player]
     task: EvaluationTask
     header: TaskResult
     played: Sequence[TargetResult] | Exception = ()
 
     @classmethod
-    def of(cls, policy_of: Callable[[EvaluationTask], ActingPolicy], task: EvaluationTask) -> Self:
+    def of(cls, policy_of: Callable[[EvaluationTask], Player], task: EvaluationTask) -> Self:
         task, (worst, best) = task.settle(), task.data_returns or (None, None)
         header = TaskResult(
             environment=task.environment,
@@ -241,9 +284,9 @@ class _TaskPlay:
         if task.goals:
             check_goals(environments.facts, task.targets)
         policy = self.policy_of(task)
+        assert not isinstance(policy, BatchedPlay), "it has environments of its own"
         if isinstance(policy, Policy):
-            window = {"context_length": policy.other_context_length}
-            self.header = self.header.model_copy(update=window)
+            self._note_window(policy)
             sizes, names = policy.model.facts.sizes, [*policy.columns]
             check_sizes(environments.facts, sizes, names, whose="the model", quiet=quiet)
             policy.capture(task.slots)
@@ -253,13 +296,47 @@ class _TaskPlay:
             policy,
             environments,
             environments.slots[number::stride][: task.slots],
-            seeds=[task.seed + e for e in range(task.episodes) for _ in range(count)],
-            targets=task.targets * task.episodes,
+            **self._list,
             memory=task.episodes_of_memory,
             generator=np.random.default_rng(task.seed) if task.sample else None,
             keep_actions=count,
             **options,
         )
+        return self._results(played)
+
+    def play_batched(self, stage: Stage, quiet: bool) -> None:
+        """Play all episodes in environments of the policy's device."""
+        task = self.task
+        total, title = task.episodes * len(task.targets), f"evaluate {task.environment}"
+        try:
+            player = self.policy_of(task)
+            assert isinstance(player, BatchedPlay), "as make_player gives"
+            self._note_window(player.policy)
+            count = count_text(task.slots, "environment")
+            say(f"{task.environment}: {count} on {player.policy.device}", quiet=quiet)
+            with Draws(), Progress(title, total=total, unit="episodes", quiet=quiet) as progress:
+
+                def advance(episodes: int) -> None:
+                    stage.check()
+                    progress.advance(episodes)
+
+                self.played = self._results(player.play(**self._list, on_episode=advance))
+        except Exception as error:
+            self.played = error
+
+    @property
+    def _list(self) -> dict[str, Any]:
+        """Seeds and targets of the episodes, those of one seed side by side."""
+        episodes, targets = self.task.episodes, self.task.targets
+        seeds = [self.task.seed + e for e in range(episodes) for _ in targets]
+        return {"seeds": seeds, "targets": targets * episodes}
+
+    def _note_window(self, policy: Policy) -> None:
+        window = {"context_length": policy.other_context_length}
+        self.header = self.header.model_copy(update=window)
+
+    def _results(self, played: Episodes) -> list[TargetResult]:
+        task, count = self.task, len(self.task.targets)
 
         def select(results: Array, index: int) -> tuple[Any, ...]:
             return tuple(results.reshape(task.episodes, count, -1)[:, index].ravel().tolist())

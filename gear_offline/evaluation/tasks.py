@@ -53,6 +53,7 @@ class EvaluationTask:
     data_returns: tuple[float, float] | None = None
     condition: Target = "return"  # what targets are
     goals: bool = False  # targets are numbers of tasks, and returns say if their goals are reached
+    batched: bool = False  # its environments step on the policy's device
 
     @property
     def slots(self) -> int:

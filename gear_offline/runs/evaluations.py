@@ -55,6 +55,7 @@ from gear_offline.evaluation.play import (
     timestep_warning,
 )
 from gear_offline.evaluation.tasks import EvaluationTask, tasks_of
+from gear_offline.models.policy import Policy
 from gear_offline.runs.callbacks import Callbacks
 from gear_offline.runs.run import best_of
 from gear_offline.training.learner import Learner
@@ -237,7 +238,8 @@ def _evaluation(request: PlayRequest) -> Evaluation:
     tasks = settle_tasks(trained, request.tasks, device)
     policies = {task.name: make_player(trained, task, device) for task in tasks}
     for task in tasks:
-        policies[task.name].capture(task.slots)
+        if isinstance(policy := policies[task.name], Policy):
+            policy.capture(task.slots)
     return (lambda task: policies[task.name]), tasks
 
 

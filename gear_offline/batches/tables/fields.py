@@ -157,7 +157,7 @@ class Window(Scales):
             return targets
         rewards = self.edit_rewards(rewards)
         remaining = (targets - rewards) / self.gamma if self.gamma else targets
-        return np.clip(remaining, -LARGEST_TARGET, LARGEST_TARGET)
+        return remaining.clip(-LARGEST_TARGET, LARGEST_TARGET)
 
 
 def _cast(values: Any, dtype: str) -> Any:

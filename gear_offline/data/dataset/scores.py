@@ -200,9 +200,9 @@ class RewardEdit(Model):
 
     def apply(self, rewards: Float64Array) -> Float64Array:
         """Edit (n,) rewards of the environment."""
-        edited = self.scale * rewards + self.shift
+        edited = self.scale * rewards + self.shift  # a tensor, of a tensor
         is_clipped = self.low is not None or self.high is not None
-        return np.clip(edited, self.low, self.high) if is_clipped else edited
+        return edited.clip(self.low, self.high) if is_clipped else edited  # type: ignore[arg-type]
 
     def explains(self, before: Float64Array, after: Float64Array) -> bool:
         """Compare (n,) rewards `after` with the edited ones `before`."""
