@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 
 import benchmarks.__main__ as command
-from benchmarks import common, figures, growth, loader_peers, ogbench_page
+from benchmarks import common, draws, figures, growth, loader_peers, ogbench_page
 from benchmarks import seeds as many_seeds
 from benchmarks.parity import (
     OURS,
@@ -25,6 +25,7 @@ from benchmarks.parity import (
 from gear_offline.core import system
 from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.loaders.loader import GearLoader
+from tests.kernels_on_cpu import on_cpu
 from tests.support import make_dataset
 
 ON_A_CPU = ("loader", "load", "select")  # of a few seconds
@@ -76,6 +77,30 @@ def test_a_figure_names_a_commit_that_has_all_of_the_code(
 def test_work_grows_no_faster_than_the_data() -> None:
     for row in growth.run(quick=True)["results"]:
         assert row["exponent_of_operations"] <= 1.1, row
+
+
+def test_who_draws_changes_no_batch(
+    kernels: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common.write_rows(tmp_path / "d", 100, (2,), actions=1, episode_steps=50, shard_bytes=1 << 20)
+    with on_cpu(kernels) as device:
+        table = draws.Table.of(1_000, device)
+        for strategy in draws.STRATEGIES:
+            loaders = [
+                table.loader(tmp_path / "d", sampler, who, 3)
+                for who, sampler in table.samplers(strategy).items()
+            ]
+            for _ in range(3):
+                one, other = map(next, loaders)
+                assert one.segments.equal(other.segments)
+                assert one.timesteps.equal(other.timesteps)
+        monkeypatch.setattr(draws, "BLOCK_STEPS", 2)
+        monkeypatch.setattr(draws, "QUICK_ITEMS", (500,))
+        monkeypatch.setattr(draws, "QUICK_BATCHES", (2,))
+        monkeypatch.setattr(draws, "SECONDS", 0.0)
+        rows = draws.measure(device, quick=True)
+    measured = {row["what"] for row in rows if row["strategy"] == "prioritized"}
+    assert measured == {"batch", "weights", "update", "turn"}
 
 
 def test_the_numpy_peer_gathers_what_the_loader_does() -> None:
