@@ -10,6 +10,7 @@ Shape legend: B segments a step, K steps of a window, E episodes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, Final
 
 import numpy as np
@@ -126,6 +127,14 @@ class GpuGather:
         """
         self._job["group"]["row_zero"][0, : len(ring)] = [rows.data_ptr() for rows in ring]
         self._keep.append(ring)
+
+    def without_rows(self) -> GpuGather:
+        """Return a gather of no columns that draws the same segments."""
+        drawing = copy(self)
+        drawing.groups = drawing.placed = ()
+        drawing._job, drawing._launches, drawing._row_sum = self._job.copy(), {}, 0
+        drawing._job["groups"], drawing._job["tasks"] = 0, 1
+        return drawing
 
     def draw_and_gather(self, first_step: int, steps: int) -> Windows:
         """Return the windows that the GPU draws in consecutive steps, (steps, B, K, ...).

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from gear_offline.loaders.loader import GearLoader
 
 
+CHECK_EVERY = 64  # updates: a wait for the GPU costs more than an update there
+
+
 class SegmentFeedback(ABC):
     """The weights of the losses of a batch's segments, and the losses' road to the sampler.
 
@@ -53,7 +56,11 @@ class SegmentFeedback(ABC):
 
 
 class LossFeedback(SegmentFeedback):
-    """Feedback through the host; all ranks call it, and every rank's sampler hears of all losses.
+    """Feedback of a loader's batches; all ranks call it, every rank's sampler hears of all losses.
+
+    Where the GPU of one process draws, nothing waits for it but the first update and each 64th.
+    These go through the host, which refuses losses that are negative; in between such a batch
+    changes no priority.
 
     In a training loop of one's own::
 
@@ -70,16 +77,29 @@ class LossFeedback(SegmentFeedback):
     """
 
     def __init__(self, loader: GearLoader) -> None:
-        self._loader, self._sampler = loader, _learning(loader)
+        self._loader, self._sampler, self._updates = loader, _learning(loader), 0
+        self._on_device: DeviceFeedback | None = None
+        engine = loader.engine
+        if engine is not None and engine.draws and loader.world.size == 1:
+            draws = engine.without_rows()
+            self._draws = StaticBatch(draws, padding=loader.padding, step=0, learns=True)
+            self._on_device = DeviceFeedback(loader, self._draws)
 
     def importance(self) -> Tensor:
         loader = self._loader
         step = loader.step - 1
+        if self._on_device is not None:
+            self._draws.set_step(step)
+            self._draws.enqueue()
+            return self._on_device.importance().clone()
         weights = self._sampler.importance(loader.segments_at(step).probability, step=step)
         return torch.from_numpy(weights[loader.slots_at(step)]).float().to(loader.device)
 
     def update(self, batch: Batch, losses: Tensor) -> None:
-        """Give the sampler the (B,) losses of a batch's segments; waits for a GPU."""
+        self._updates += 1
+        if self._on_device is not None and self._updates % CHECK_EVERY != 1:
+            self._on_device.update(batch, losses)
+            return
         gather = self._loader.world.gather_tensor
         values = torch.cat(gather(losses.detach().float().reshape(-1)))
         segments = torch.cat(gather(batch.segments))

@@ -406,3 +406,26 @@ def test_feedback_in_a_graph(dataset: Any) -> None:
     assert gpu.loss_sampler.updates == cpu.loss_sampler.updates == 100
     mine, theirs = gpu.loss_sampler.state(), cpu.loss_sampler.state()
     assert {k: v.tobytes() for k, v in mine.items()} == {k: v.tobytes() for k, v in theirs.items()}
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_feedback_of_batches_that_are_launched(dataset: Any) -> None:
+    """Weights and masses of the CPU; only the first update and the 65th wait for the GPU."""
+    gpu, cpu = loaders(dataset, selection="prioritized:beta_steps=20")
+    feedback, host = LossFeedback(gpu), LossFeedback(cpu)
+    for step in range(70):
+        batch, other = next(gpu), next(cpu)
+        losses = (batch.segments * batch.segments.new_tensor([7, 3])).sum(1).remainder(23) / 8
+        values = losses.cpu()
+        torch.cuda.set_sync_debug_mode("default" if step % 64 == 0 else "error")
+        try:
+            weights = feedback.importance()
+            feedback.update(batch, losses)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        same(batch, other)
+        np.testing.assert_array_max_ulp(weights.cpu().numpy(), host.importance().numpy(), maxulp=1)
+        host.update(other, values)
+    assert gpu.loss_sampler is not None and cpu.loss_sampler is not None
+    mine, theirs = gpu.loss_sampler.state(), cpu.loss_sampler.state()
+    assert {k: v.tobytes() for k, v in mine.items()} == {k: v.tobytes() for k, v in theirs.items()}

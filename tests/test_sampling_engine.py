@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 
 from gear_offline.batches.sampling import make_sampler
 from gear_offline.batches.tables.table import Table
+from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, InputError
 from gear_offline.kernels.draws import bound_draws, draws
 from gear_offline.kernels.gather import Padding
 from gear_offline.kernels.gather_gpu import GpuGather, StaticFill
-from gear_offline.loaders.feedback import DeviceFeedback
+from gear_offline.loaders.batch import split_steps
+from gear_offline.loaders.feedback import DeviceFeedback, LossFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.static_batch import StaticBatch
 from gear_offline.models.loss import segment_losses, step_losses
@@ -26,6 +28,7 @@ from tests.kernels_on_cpu import gpu_gather, on_cpu
 from tests.model_support import action_loss
 from tests.sampling_support import CASES, IDS, facts, prioritized
 from tests.segment_oracle import bits, cpu_gather, memory_table
+from tests.support import one_error
 
 LENGTHS = [4, 1, 30, 7, 19, 2, 23, 11]
 SPAN, BATCH = 5, 7
@@ -169,6 +172,36 @@ def test_feedback_without_the_host(kernels: Any, table: Table) -> None:
         one, two = (some.sample(4, 50, 1, 200)[0] for some in (sampler, again))
         assert one.starts.tolist() == two.starts.tolist()
         assert one.probability.tobytes() == two.probability.tobytes()
+
+
+def test_feedback_of_batches_that_are_launched(kernels: Any, table: Table) -> None:
+    """Weights and masses are those of the CPU; misuse is refused by the first and the 65th."""
+    sampler, reference = (make("prioritized", {"beta_steps": 25, "alpha": 0.9}) for _ in range(2))
+    with on_cpu(kernels):
+        engine = engine_of(table, sampler)
+        facts: dict[str, Any] = {"engine": engine, "world": World(), "padding": "right"}
+        loader: Any = SimpleNamespace(selection=sampler, loss_sampler=sampler, step=0, **facts)
+        feedback, handed = LossFeedback(loader), []
+        for step in range(64):
+            (batch,) = split_steps(engine.draw_and_gather(step, 1), "right")
+            loader.step += 1
+            drawn = reference.sample(9, step, 1, BATCH)[0]
+            expected = reference.importance(drawn.probability, step=step).astype(np.float32)
+            weights = feedback.importance()
+            np.testing.assert_array_max_ulp(weights.numpy(), expected, maxulp=1)
+            handed.append((weights, weights.tolist()))
+            losses = batch["rewards"][:, 0, 0].abs() * 10
+            if step % 8 == 1:
+                feedback.update(batch, losses.where(losses < losses.max(), torch.nan))
+                continue
+            feedback.update(batch, losses)
+            reference.update(np.stack([drawn.episodes, drawn.starts], 1), losses.numpy())
+        assert all(weights.tolist() == values for weights, values in handed), "they stay"
+        for late in (feedback, LossFeedback(loader)):
+            with one_error("SELECTION", "at least 0"):
+                late.update(batch, -1 - losses)
+        state, other = sampler.state(), reference.state()
+        assert all(state[key].tobytes() == other[key].tobytes() for key in state | other)
 
 
 def test_the_loss_weighs_segments_and_tells_their_losses(kernels: Any, table: Table) -> None:
