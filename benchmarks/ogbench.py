@@ -18,6 +18,8 @@ import shlex
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache as keep
+from functools import wraps
 from importlib import import_module, metadata
 from multiprocessing import get_context
 from pathlib import Path
@@ -32,6 +34,7 @@ import gear_offline as go
 from gear_offline.artifacts.records import mean_interval
 from gear_offline.core.files import write_file
 from gear_offline.core.system import machine, usable_cores
+from gear_offline.core.types import Array
 from gear_offline.sweep.results import LEAST_SEEDS, TrialResult
 from gear_offline.sweep.trials import parse_options
 
@@ -85,36 +88,48 @@ def make(name: str, sdist: Path, cache: Path) -> Path:
     path = cache / f"{name}-v0.npz"
     if path.exists():
         return path
-    lines = (sdist / "data_gen_scripts" / "commands.sh").read_text().splitlines()
-    command = next((line for line in lines if f"--save_path=data/{name}-v0.npz" in line), None)
-    if command is None:
-        raise SystemExit(f"{name}: not in {sdist}/data_gen_scripts/commands.sh")
-    _, script, *flags = shlex.split(command)
-    options = dict(flag.removeprefix("--").split("=", 1) for flag in flags)
-    episodes = int(options["num_episodes"])
+    episodes = int(find_command(name, sdist)[1]["num_episodes"])
     shares = [len(part) for part in np.array_split(np.arange(episodes), min(PARTS, episodes))]
     cache.mkdir(parents=True, exist_ok=True)
     parts = [cache / f"{name}-{number}.part.npz" for number in range(len(shares))]
-    with ProcessPoolExecutor(usable_cores(), get_context("spawn")) as pool:
-        changes = [
-            options | {"num_episodes": str(share), "save_path": str(part), "seed": str(number)}
-            for number, (share, part) in enumerate(zip(shares, parts, strict=True))
-        ]
-        for job in [pool.submit(_run, sdist / "data_gen_scripts", script, c) for c in changes]:
-            job.result()
+    make_parts(name, sdist, parts, shares)
     files = [np.load(part) for part in parts]
     columns = {key: np.concatenate([file[key] for file in files]) for key in files[0].files}
     np.savez(joined := cache / f"{name}.whole.npz", allow_pickle=False, **columns)
     joined.rename(path)
     for part in parts:
         part.unlink()
-        part.with_name(part.name.replace(".npz", "-val.npz")).unlink()  # its validation episodes
     return path
+
+
+def find_command(name: str, sdist: Path) -> tuple[str, dict[str, str]]:
+    """Return the script that makes a set, and its options."""
+    lines = (sdist / "data_gen_scripts" / "commands.sh").read_text().splitlines()
+    command = next((line for line in lines if f"--save_path=data/{name}-v0.npz" in line), None)
+    if command is None:
+        raise SystemExit(f"{name}: not in {sdist}/data_gen_scripts/commands.sh")
+    _, script, *flags = shlex.split(command)
+    return script, dict(flag.removeprefix("--").split("=", 1) for flag in flags)
+
+
+def make_parts(name: str, sdist: Path, parts: Sequence[Path], episodes: Sequence[int]) -> None:
+    """Make files of so many training episodes of a set, each with its number as the seed."""
+    script, options = find_command(name, sdist)
+    with ProcessPoolExecutor(min(usable_cores(), len(parts)), get_context("spawn")) as pool:
+        changes = [
+            options | {"num_episodes": str(share), "save_path": str(part), "seed": str(number)}
+            for number, (share, part) in enumerate(zip(episodes, parts, strict=True))
+        ]
+        for job in [pool.submit(_run, sdist / "data_gen_scripts", script, c) for c in changes]:
+            job.result()
+    for part in parts:
+        part.with_name(part.name.replace(".npz", "-val.npz")).unlink()  # its validation episodes
 
 
 def _run(folder: Path, script: str, options: dict[str, str]) -> None:
     """Run a script; a point needs no expert, which would be an agent of JAX."""
     os.environ.setdefault("MUJOCO_GL", "disabled")  # no picture is asked for
+    _search_once()
     for name in ("agents", "utils", "utils.evaluation", "utils.flax_utils"):
         module = sys.modules.setdefault(name, ModuleType(name))
         for each in ("SACAgent", "supply_rng", "restore_agent"):
@@ -133,15 +148,47 @@ def _run(folder: Path, script: str, options: dict[str, str]) -> None:
             raise RuntimeError(f"{script} ended with {ended.code}") from ended
 
 
+def _search_once() -> None:
+    """Keep the way between two cells, which mazes search for anew at each step: half the time."""
+    maze: Any = import_module("ogbench.locomaze.maze")
+    make = maze.make_maze_env
+    if hasattr(make, "__wrapped__"):
+        return
+
+    @wraps(make)
+    def make_and_keep(*arguments: Any, **options: Any) -> Any:
+        environment = make(*arguments, **options)
+        search = environment.get_oracle_subgoal
+
+        @keep
+        def between(*cells: tuple[int, int]) -> Any:
+            return search(*map(environment.ij_to_xy, cells))
+
+        def find(*places: Any) -> Any:
+            return between(*map(environment.xy_to_ij, places))
+
+        environment.get_oracle_subgoal = find
+        return environment
+
+    maze.make_maze_env = make_and_keep
+
+
 def converted(name: str, sdist: Path, cache: Path) -> Path:
     """Return a set's dataset, as OGBench's learners have it: without the states that ended it."""
     source, data = make(name, sdist, cache), cache / name
     if not data.exists():
-        loaded = import_module("ogbench").load_dataset(source)
-        columns = {key: loaded[key] for key in ("observations", "actions", "terminals")}
-        made = go.from_arrays(columns, rule="terminals-as-truncations", name=source.name)
-        go.convert(made, data)
+        convert_columns(training_columns(source), data, name=source.name)
     return data
+
+
+def training_columns(source: Path) -> dict[str, Array]:
+    """Return the columns of a file as OGBench's learners have them."""
+    loaded = import_module("ogbench").load_dataset(source)
+    return {key: loaded[key] for key in ("observations", "actions", "terminals")}
+
+
+def convert_columns(columns: dict[str, Array], data: Path, *, name: str) -> None:
+    go.convert(go.from_arrays(columns, rule="terminals-as-truncations", name=name), data)
 
 
 def measure(

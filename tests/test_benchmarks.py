@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from scipy import stats
 
 import benchmarks.__main__ as command
-from benchmarks import common, draws, figures, growth, loader_peers, ogbench_page
+from benchmarks import common, draws, figures, growth, loader_peers, ogbench_page, rotate
 from benchmarks import seeds as many_seeds
 from benchmarks.parity import (
     OURS,
@@ -22,8 +23,10 @@ from benchmarks.parity import (
     measure,
     parse,
 )
+from gear_offline.batches.sampling import Facts, make_sampler
 from gear_offline.core import system
 from gear_offline.data.dataset.dataset import Dataset
+from gear_offline.data.dataset.schema import EpisodeIndex
 from gear_offline.loaders.loader import GearLoader
 from tests.kernels_on_cpu import on_cpu
 from tests.support import make_dataset
@@ -290,3 +293,17 @@ def test_commands_of_benchmarks_in_pages_exist() -> None:
     for page in pages:
         found = re.findall(r"-m benchmarks ([a-z_A-Z]+)", page.read_text(encoding="utf-8"))
         assert set(found) <= known, page
+
+
+def test_a_rotation_takes_any_step_of_one_file_at_a_time() -> None:
+    lengths, files = np.array([3, 1, 4, 2, 5]), np.array([0, 0, 7, 7, 9])  # of episodes
+    columns = {"file": files.repeat(lengths)}
+    facts = Facts(episodes=EpisodeIndex(lengths), column=columns.__getitem__)
+    sampler = make_sampler(rotate.rotation, facts, every=2)
+    steps = [(f, e, t) for e, f in enumerate(files) for t in range(lengths[e])]
+    for at, file in enumerate((0, 0, 7, 7, 9, 9, 0)):
+        drawn = sampler.sample(3, at, 1, 4000)
+        counts = Counter(zip(drawn.episodes[0], drawn.starts[0], strict=True))
+        own = [(e, t) for f, e, t in steps if f == file]
+        assert set(counts) == set(own) and (drawn.probability == 1 / len(own)).all()
+        assert stats.chisquare([counts[step] for step in own]).pvalue > 1e-3
