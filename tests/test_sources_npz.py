@@ -149,7 +149,7 @@ def test_arrays_stored_by_columns(tmp_path: Path, save: Callable[..., None]) -> 
 
 
 def test_many_members_and_many_files(tmp_path: Path) -> None:
-    """One reading of an archive's directory, and no file open between reads."""
+    """One reading of an archive's directory; no file open, and little kept, between reads."""
     arrays: Columns = {f"infos_{number}": np.zeros(33, np.uint8) for number in range(1500)}
     np.savez(tmp_path / "a.npz", **antmaze(), **arrays)
     with open_source(tmp_path / "a.npz") as source:
@@ -159,7 +159,11 @@ def test_many_members_and_many_files(tmp_path: Path) -> None:
     for number in range(60):
         np.savez_compressed(folder / f"{number}.npz", **antmaze(1, seed=number))
     before = len(list(Path("/proc/self/fd").iterdir()))
+    tracemalloc.start()
     with open_source(folder) as source:
+        kept, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert kept < 60 * (64 << 10)
         for start in range(0, 660, 7):
             for name in ("observations", "actions", "qpos"):
                 source.read(name, start, min(start + 7, 660))

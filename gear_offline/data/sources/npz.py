@@ -30,6 +30,7 @@ from gear_offline.data.sources.input_files import InputFile, misfit, reading_err
 from gear_offline.data.sources.rules import ARTIFICIAL
 
 READ_BYTES = 1 << 20
+KEPT_BYTES = 1 << 14  # of each open archive, and there may be thousands; long reads pass by it
 MAX_RATIO = 1032  # of deflate
 MAX_WHOLE_BYTES = 1 << 30  # of an array that is stored by columns
 MASKS = ("mask", "masks", "valid", "valids", "is_valid", "attention_mask")  # true where real
@@ -112,9 +113,9 @@ class _LazyFile(io.RawIOBase):  # a folder may have thousands of files
         return count
 
 
-def open_lazily(file: InputFile) -> io.BufferedReader:
+def open_lazily(file: InputFile, kept_bytes: int = READ_BYTES) -> io.BufferedReader:
     """Return a file for reads of any size, which is open only while it is read."""
-    return io.BufferedReader(_LazyFile(file), READ_BYTES)
+    return io.BufferedReader(_LazyFile(file), kept_bytes)
 
 
 def open_members(path: Path) -> tuple[InputFile, dict[str, Member]]:
@@ -122,7 +123,7 @@ def open_members(path: Path) -> tuple[InputFile, dict[str, Member]]:
     file = InputFile.find(path)
     members = dict[str, Member]()
     with reading_errors(".npz", path):
-        archive = zipfile.ZipFile(open_lazily(file))
+        archive = zipfile.ZipFile(open_lazily(file, KEPT_BYTES))
         for entry in archive.infolist():
             if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise ValueError(f"{entry.filename} is compressed as NumPy does not")
