@@ -60,7 +60,8 @@ class LossFeedback(SegmentFeedback):
 
     Where the GPU of one process draws, nothing waits for it but the first update and each 64th.
     These go through the host, which refuses losses that are negative; in between such a batch
-    changes no priority.
+    changes no priority.  Its weights differ from the host's in their last bit.  With `exact` the
+    host weighs, as it does for several processes: the same bits on any number of GPUs.
 
     In a training loop of one's own::
 
@@ -76,11 +77,11 @@ class LossFeedback(SegmentFeedback):
         ``SELECTION`` if the loader's selection does not learn.
     """
 
-    def __init__(self, loader: GearLoader) -> None:
+    def __init__(self, loader: GearLoader, *, exact: bool = False) -> None:
         self._loader, self._sampler, self._updates = loader, _learning(loader), 0
         self._on_device: DeviceFeedback | None = None
         engine = loader.engine
-        if engine is not None and engine.draws and loader.world.size == 1:
+        if engine is not None and engine.draws and loader.world.size == 1 and not exact:
             draws = engine.without_rows()
             self._draws = StaticBatch(draws, padding=loader.padding, step=0, learns=True)
             self._on_device = DeviceFeedback(loader, self._draws)

@@ -412,9 +412,11 @@ def test_feedback_in_a_graph(dataset: Any) -> None:
 def test_feedback_of_batches_that_are_launched(dataset: Any) -> None:
     """Weights and masses of the CPU; only the first update and the 65th wait for the GPU."""
     gpu, cpu = loaders(dataset, selection="prioritized:beta_steps=20")
-    feedback, host = LossFeedback(gpu), LossFeedback(cpu)
+    feedback, exact, host = LossFeedback(gpu), LossFeedback(gpu, exact=True), LossFeedback(cpu)
     for step in range(70):
         batch, other = next(gpu), next(cpu)
+        expected = host.importance()
+        assert torch.equal(exact.importance().cpu(), expected)
         losses = (batch.segments * batch.segments.new_tensor([7, 3])).sum(1).remainder(23) / 8
         values = losses.cpu()
         torch.cuda.set_sync_debug_mode("default" if step % 64 == 0 else "error")
@@ -424,7 +426,7 @@ def test_feedback_of_batches_that_are_launched(dataset: Any) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         same(batch, other)
-        np.testing.assert_array_max_ulp(weights.cpu().numpy(), host.importance().numpy(), maxulp=1)
+        np.testing.assert_array_max_ulp(weights.cpu().numpy(), expected.numpy(), maxulp=1)
         host.update(other, values)
     assert gpu.loss_sampler is not None and cpu.loss_sampler is not None
     mine, theirs = gpu.loss_sampler.state(), cpu.loss_sampler.state()

@@ -59,7 +59,8 @@ class EagerStep(Step):
             if self._loader is not learner.loader:  # the first one, or the data have grown
                 self._loader = learner.loader
                 if learner.loader.loss_sampler is not None:
-                    gradients.feedback = LossFeedback(learner.loader)
+                    exact = learner.recipe.train.deterministic == "ranks"
+                    gradients.feedback = LossFeedback(learner.loader, exact=exact)
             seed_host(learner.recipe.seed, learner.world.rank, learner.step)
             if isinstance(gradients, PieceGradients):
                 gradients.seed(learner.step)
