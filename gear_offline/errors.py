@@ -121,6 +121,20 @@ class UnavailableError(GearError, RuntimeError):
 
 
 @contextmanager
+def reading_errors(file_type: str, where: Path | str) -> Iterator[None]:
+    """Turn whatever a library raises of a foreign file into one error (``SOURCE_READ``)."""
+    try:
+        yield
+    except GearError:
+        raise
+    except Exception as error:
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        problem = f"not a readable {file_type} file: {why}"
+        remedy = "it is damaged or cut short: get it again"
+        raise InputError("SOURCE_READ", problem, str(where), remedy) from error
+
+
+@contextmanager
 def package_needed(problem: str, extra: str) -> Iterator[None]:
     """Tell a package that is not installed by the extra that has it (``PACKAGE_MISSING``)."""
     try:

@@ -18,7 +18,7 @@ import torch
 
 from gear_offline.batches.sampling.draws import SegmentStream
 from gear_offline.batches.tables.fields import ACTIONS, EXTRA
-from gear_offline.batches.tables.joint import TableData, parts_of
+from gear_offline.batches.tables.joint import TableData, is_kept, parts_of
 from gear_offline.batches.tables.shared import (
     PLACED,
     Handle,
@@ -276,7 +276,15 @@ class RowOpener:
         """Return the reason why the rows stay on disk, or None where they come into memory."""
         options, sampler = self.options, self.stream.selection
         reason, budget = None, options.host_budget
-        if options.placement == "disk":
+        names = (*options.observations, *options.extra_columns)
+        if kept := [name for name in names if is_kept(self.data, name)]:
+            reason = f"since frames of {', '.join(kept)} stay in videos"
+            for name, usable in (("placement", "auto disk"), ("sharding", "auto replicate")):
+                if (value := getattr(options, name)) not in usable.split():
+                    problem = f"{name}={value!r} is not usable {reason}"
+                    remedy = f"use {name}='auto', or convert without --video keep"
+                    raise InputError("LOADER_OPTION", problem, remedy=remedy)
+        elif options.placement == "disk":
             reason = "as asked for"
         # The ranks of a node build one table together: without a budget none may step aside.
         elif options.placement == "auto" and (budget is not None or self.world.size == 1):
@@ -298,6 +306,8 @@ class RowOpener:
             )
             problem = f"rows that stay on disk, {reason}, do not serve {problem}"
             remedy = "use placement='host' or more memory, or another option"
+            if kept:
+                remedy = "convert without --video keep, or use another option"
             raise InputError("LOADER_OPTION", problem, remedy=remedy)
         return reason
 

@@ -118,6 +118,9 @@ def convert(
     histories: str | None = Option(
         None, metavar="COLUMN", help="Numbers the histories of episodes, e.g. of learners."
     ),
+    video: str = Option(
+        "decode", metavar="decode|keep", help="keep: LeRobot's frames stay in their videos."
+    ),
     rule: str | None = Option(None, help="What the flags mean, if what is detected is wrong."),
     ends: str | None = Option(
         None,

@@ -19,7 +19,13 @@ from typing import Any
 import numpy as np
 
 from gear_offline.batches.sampling.draws import SegmentStream
-from gear_offline.batches.tables.joint import TableData, data_name, parts_of, shards_of
+from gear_offline.batches.tables.joint import (
+    TableData,
+    data_name,
+    is_kept,
+    parts_of,
+    shards_of,
+)
 from gear_offline.batches.tables.read_ahead import (
     REFERENCE_BYTES,
     Draw,
@@ -36,9 +42,10 @@ from gear_offline.batches.tables.table import (
     span_index,
 )
 from gear_offline.batches.tables.window_reader import COPY_BYTES, Places, WindowReader, buffer_bytes
-from gear_offline.core.system import check_available
+from gear_offline.core.system import check_available, usable_cores
 from gear_offline.core.text import say, size_text
 from gear_offline.core.types import Array, Int64Array
+from gear_offline.data.dataset.dataset import REFERENCE_BYTES as FRAME_REFERENCE
 from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.data.dataset.ranges import largest_block
 from gear_offline.data.dataset.schema import EpisodeIndex
@@ -100,21 +107,26 @@ def share_out(
     column_bytes = [(steps + 2 * rows) * nbytes for nbytes in row_bytes]
     in_no_file = [plan.is_derived for plan in plans]
     widest = max(n for n, nowhere in zip(column_bytes, in_no_file, strict=True) if not nowhere)
+    kept = [is_kept(dataset, plan.only[0]) for plan in plans]
+    fixed_bytes += FRAME_REFERENCE * (steps + 2 * rows) * sum(kept)
     small = [n <= budget_bytes // RESIDENT_SHARE and n < widest for n in column_bytes]
+    small = [few and not in_video for few, in_video in zip(small, kept, strict=True)]
     resident = [nowhere or few for nowhere, few in zip(in_no_file, small, strict=True)]
     output_bytes = max(batch * window_bytes, budget_bytes // OUTPUT_SHARE)
     room, most_threads, most_taken, fetched = budget_bytes // BUFFER_SHARE, THREADS, MOST_TAKEN, 0
+    if any(kept):
+        most_threads = usable_cores()
     if ranged := _ranged(dataset):
         most_threads, most_taken = REQUESTS, FEW_TAKEN * batch
         fetched = max(largest_block(each.manifest) for each in ranged)
     for least in (False, True):  # in comfort, or what two batches need and no more
         if least:
             resident, output_bytes, room = in_no_file, batch * window_bytes, 0
-        read = [n for n, stays in zip(row_bytes, resident, strict=True) if not stays]
+        read = [n for n, *gone in zip(row_bytes, resident, kept, strict=True) if not any(gone)]
         threads = room // (2 * (buffer_bytes(read, rows, 1) + COPY_BYTES) + fetched)
         threads = min(max(threads, 1), most_threads)
         chunk = min(CHUNK_BYTES, room // threads - buffer_bytes(read, rows, 0) - COPY_BYTES)
-        chunk_steps = max(min(chunk // sum(read), steps), 1)
+        chunk_steps = max(min(chunk // max(sum(read), 1), steps), 1)
         used = sum(n for n, stays in zip(column_bytes, resident, strict=True) if stays)
         used += fixed_bytes + OUTPUT_BLOCKS * output_bytes
         used += CONVERSION_FACTOR * converted * output_bytes // window_bytes

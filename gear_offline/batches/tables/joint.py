@@ -105,6 +105,11 @@ def parts_of(source: TableData) -> tuple[Part, ...]:
     return (Part(name=str(source.path), dataset=source),)
 
 
+def is_kept(source: TableData, column: str | None) -> bool:
+    """Return true if a column's frames stay in videos."""
+    return any(column in part.dataset.videos for part in parts_of(source))
+
+
 def stored_number(source: TableData, episode: int) -> int:
     """Return the number that an episode of a view has in the datasets themselves."""
     if isinstance(source, JointDataset):

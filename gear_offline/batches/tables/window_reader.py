@@ -9,6 +9,7 @@ After each read, before its use, device, inode, size and times of the files must
 before the verification.  What a server has is compared as it is fetched, block by block.
 
 Columns that take little of the budget are in memory whole; their windows are copied from there.
+Frames that stay in videos are decoded into their slots, each once for all windows of a call.
 
 Shape legend: N steps, n windows, s shards, K steps of a window, H rows of history in front, S
 slots, m rows.
@@ -33,8 +34,11 @@ from gear_offline.batches.tables.joint import Part
 from gear_offline.batches.tables.table import GroupPlan, TableOptions, private_rows, whole_pages
 from gear_offline.core.files import file_identity
 from gear_offline.core.types import Array, Int64Array, UInt8Array
+from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.data.dataset.ranges import RangedFile
 from gear_offline.data.dataset.shard import byte_view, damage_error, read_exactly
+from gear_offline.data.dataset.videos import KeptFile, KeptFrames
+from gear_offline.errors import InputError
 from gear_offline.kernels.columns import final_values
 
 PAGE_BYTES = mmap.PAGESIZE  # offsets, sizes and addresses of direct reads are multiples of this
@@ -96,6 +100,16 @@ class _Stored:
     lay: Sequence[Lay | None]  # (s,): makes a slot's row of a stored one; None: equal
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Kept:
+    """A column of frames that stay in videos."""
+
+    number: int
+    history: int  # rows before a window that stacks need, H or 0
+    frames: KeptFrames
+    references: Int64Array  # (N, 3)
+
+
 class WindowReader:
     """Copies windows to slots, from files or from columns that are in memory whole.
 
@@ -128,10 +142,13 @@ class WindowReader:
             firsts = [b + dataset.file_steps for b, dataset in zip(bases, datasets, strict=False)]
             self._moved = np.concatenate(firsts) - self._offsets
         self._resident, self._stored = list[tuple[int, UInt8Array]](), list[_Stored]()
+        self._kept = list[_Kept]()
         widest = []
         for number, (plan, rows) in enumerate(zip(plans, resident, strict=True)):
             if rows is not None:
                 self._resident.append((number, rows.view(np.uint8)))
+            elif any(plan.only[0] in dataset.videos for dataset in datasets):
+                self._kept.append(_keep(number, plan, datasets))
             else:
                 self._stored.append(_find(number, plan, shards))
                 widest.append(max(plan.row_bytes, int(self._stored[-1].row_bytes.max())))
@@ -154,6 +171,10 @@ class WindowReader:
         for number, rows in self._resident:
             begins = (row + self._rows) * rows.shape[1]  # behind the margin
             _copy(rows.reshape(-1), begins, places.slots, targets[number])
+        for column in self._kept:
+            self._decode(column, places, targets[column.number])
+        if not self._stored:
+            return
         low, shard = self._find(places.low)
         if self._spans_episodes:
             last, last_shard = self._find(places.low + places.real - 1)
@@ -165,6 +186,17 @@ class WindowReader:
         for begin, end in pairwise([0, *cuts.tolist(), len(shard)] if len(shard) else []):
             part = places.take(slice(begin, end))
             self._read_chunk(int(shard[begin]), low[begin:end], part, targets, buffer)
+
+    def _decode(self, column: _Kept, places: Places, target: Array) -> None:
+        """Decode the frames of windows into their slots."""
+        before = np.minimum(places.before, column.history)
+        counts, begins = before + places.real, places.low - before
+        rows = places.slots * self._rows + self._history - before
+        offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        steps, rows = (np.repeat(first, counts) + offsets for first in (begins, rows))
+        spec = column.frames.spec
+        frames = target.view(spec.dtype).reshape(-1, *spec.shape)
+        column.frames.decode(column.references[steps], frames, rows)
 
     def _find(self, steps: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return where steps of the table are in the files, and in which shard."""
@@ -282,6 +314,26 @@ def _find(number: int, plan: GroupPlan, shards: Sequence[tuple[Part, int]]) -> _
         row_bytes=row_bytes,
         offsets=offsets,
         lay=[lays[task.name] for task, _ in shards],
+    )
+
+
+def _keep(number: int, plan: GroupPlan, datasets: Sequence[Dataset]) -> _Kept:
+    """Return a column of frames in videos; those of several datasets one after the other."""
+    name, field = plan.only
+    files, references = list[KeptFile](), list[Int64Array]()
+    for dataset in datasets:
+        if name is None or name not in dataset.videos:
+            problem = f"frames of {name} stay in videos in some of the datasets"
+            remedy = "convert all with --video keep, or all without"
+            raise InputError("LOADER_OPTION", problem, str(dataset.path), remedy)
+        references.append(dataset.references(name) + np.array([len(files), 0, 0]))
+        files += dataset.videos[name].files
+    frames = KeptFrames(datasets[0].videos[name or ""].spec, tuple(files))
+    return _Kept(
+        number=number,
+        history=field.history,
+        frames=frames,
+        references=np.concatenate(references),
     )
 
 

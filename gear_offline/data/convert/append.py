@@ -64,6 +64,10 @@ class Appender:
     @check_arguments()
     def __init__(self, path: str | os.PathLike[str], *, history: int | None = None) -> None:
         self._manifest = Manifest.read(path)
+        if self._manifest.videos:
+            problem = f"frames of {', '.join(self._manifest.videos)} stay in videos"
+            remedy = "episodes come to data whose frames are in the shards: convert it again"
+            raise InputError("USAGE", problem, str(path), remedy)
         self._history = history
         self._histories = self._manifest.source.attributes.get(HISTORIES)
         if history is not None and self._histories is None:

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, Literal
 
 from gear_offline.config.arguments import check_arguments
 from gear_offline.core.address import hide_secrets, parse_address
@@ -37,6 +37,7 @@ from gear_offline.data.convert.record import (
     digest_file,
     make_manifest,
     name_environment,
+    record_videos,
 )
 from gear_offline.data.convert.shards import (
     Plan,
@@ -85,6 +86,7 @@ def convert(
     map: str | EpisodeFunction | None = None,
     where: str | None = None,
     histories: str | None = None,
+    video: Literal["decode", "keep"] = "decode",
     allow_nonfinite: bool = False,
     overwrite: bool = False,
     environment: str | None = None,
@@ -149,6 +151,9 @@ def convert(
         task or operator.  It is kept, and the episodes of a history are stored side by side, in
         their order; ``loader.span=history`` cuts windows over their ends.  `where` keeps whole
         histories.  By default that of `from_episodes`, or of a dataset that is converted again.
+    video
+        ``"decode"`` frames of videos, or ``"keep"`` them there: shards refer to the files, which
+        stay where they are, and loaders decode what they draw.  Of LeRobot's datasets.
     allow_nonfinite
         Accept NaN and infinities; statistics leave them out.
     overwrite
@@ -196,6 +201,9 @@ def convert(
     if path is None and reader is not None:
         problem, remedy = "a reader opens a path, not an open source", "give the path, or no reader"
         raise InputError("USAGE", problem, remedy=remedy)
+    if path is None and video == "keep":
+        problem, remedy = "video=keep comes too late for an open source", "give its path"
+        raise InputError("USAGE", problem, remedy=remedy)
     if path is None and (rule or ends):
         problem, remedy = "rule and ends come too late", "give rule to from_arrays or open_source"
         raise InputError("USAGE", f"{problem} for an open source", remedy=remedy)
@@ -209,6 +217,7 @@ def convert(
         where=where,
         histories=histories,
         discrete=tuple(discrete),
+        keeps_videos=video == "keep",
     )
     scores = None if reference is None else known_scores(reference)
     replaceable = is_only_dataset if overwrite else lambda path: False
@@ -228,6 +237,7 @@ def convert(
         if path is not None:
             check_required(edited, edits)
         stored = edits.pick_columns(edited)
+        videos = edits.find_videos(edited, stored)
         refuse_encoded(edited, stored)
         edited.warn(*doubt_columns(edited, edits, stored), *doubt_last_rows(shifted, edits))
         edited.info = edits.describe(edited, stored)
@@ -243,7 +253,8 @@ def convert(
         )
         reopened = (path, edits) if path is not None and is_parallel else None
         shards, files = _write(edited, plan, reopened, workers, ray, quiet=quiet)
-        manifest = make_manifest(edited, plan, shards, files, recorded)
+        kept = record_videos(edited, videos, files, target)
+        manifest = make_manifest(edited, plan, shards, files, recorded, kept)
         manifest, lines = _look_back(manifest, plan.folder, shifted, edits)
         write_file(plan.folder / MANIFEST_NAME, manifest.encode())
     for line in lines:

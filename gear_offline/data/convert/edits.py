@@ -27,7 +27,7 @@ from gear_offline.data.dataset.schema import (
 )
 from gear_offline.data.dataset.shard import RESERVED_NAMES
 from gear_offline.data.sources import open_source
-from gear_offline.data.sources.base import Source, SourceInfo
+from gear_offline.data.sources.base import KeptVideo, Source, SourceInfo
 from gear_offline.data.sources.columns import split_names
 from gear_offline.data.sources.combine import adapt_columns, pick_episodes, with_columns
 from gear_offline.data.sources.edit import (
@@ -52,6 +52,7 @@ class Edits:
     """What a conversion makes of its source, in this order; a worker makes the same."""
 
     rule: str | None = None  # where episodes end; None: as the source says
+    keeps_videos: bool = False  # a column of frames holds references to them
     reader: str | EpisodeReader | None = None  # of a format of the user's own, or its name
     columns: tuple[str, ...] | None = None  # to keep, by their new names; None: all
     names: tuple[tuple[str, str], ...] = ()  # the new one of columns, and what makes them
@@ -96,8 +97,8 @@ class Edits:
         groups = {*REQUIRED} if columns is None else {name.split("/")[0] for name in columns}
         # other columns may be named, or made, in place of observations
         partial = self.function is not None or REQUIRED[0] not in groups
-        names, reader = dict(self.names), self.reader
-        return open_source(path, rule=self.rule, names=names, partial=partial, reader=reader)
+        options: Any = {"rule": self.rule, "reader": self.reader, "partial": partial}
+        return open_source(path, names=dict(self.names), keeps_videos=self.keeps_videos, **options)
 
     def name_hidden(self, source: Source) -> Edits:
         """Name the chosen columns that a source leaves out, or takes apart, unless asked for."""
@@ -191,6 +192,26 @@ class Edits:
         table = TableSpec(columns=picked, steps=1, episodes=1)
         floats = [name for name in self.discrete if table[name].dtype.kind == "f"]
         return tuple(replace(c, dtype=np.dtype("i4")) if c.name in floats else c for c in picked)
+
+    def find_videos(self, source: Source, stored: Sequence[ColumnSpec]) -> dict[str, KeptVideo]:
+        """Return the frames that stay in videos by their column; refuse what would hide them."""
+        kept, videos = source.info.videos, dict[str, KeptVideo]()
+        made_of = source.info.attributes.get("columns_from", {})
+        for name in (column.name for column in stored) if self.keeps_videos else ():
+            group = max((n for n in made_of if f"{name}/".startswith(f"{n}/")), key=len, default="")
+            origins = split_names(made_of.get(group, "") + name.removeprefix(group))
+            if len(origins) == 1 and origins[0] in kept:
+                videos[name] = kept[origins[0]]
+            elif not kept.keys().isdisjoint(origins):
+                problem, remedy = "frames in videos stand alone", "take each camera by itself"
+                raise InputError("USAGE", problem, f"column {name}", remedy)
+        if self.keeps_videos and (not videos or self.function is not None):
+            problem = "no column has frames that could stay in videos"
+            if videos:
+                problem = "a map function would get no frames, which stay in videos"
+            remedy = "--video keep is for cameras of one LeRobot dataset, without --map"
+            raise InputError("USAGE", problem, source.info.uri, remedy)
+        return videos
 
     def describe(self, source: Source, stored: Sequence[ColumnSpec]) -> SourceInfo:
         """Return the source's facts with these edits, and without those of other columns."""

@@ -20,22 +20,26 @@ from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.data.dataset.manifest import (
     MANIFEST_NAME,
     Endings,
+    KeptColumn,
     Manifest,
     RecordedEnvironment,
     SourceFile,
     SourceRecord,
+    VideoRecord,
 )
 from gear_offline.data.dataset.schema import ADVANTAGES, REWARDS, VALUES
 from gear_offline.data.dataset.scores import ReferenceScores, RewardEdit, find_edit, find_scores
 from gear_offline.data.dataset.shard import digest
-from gear_offline.data.dataset.statistics import distribution
-from gear_offline.data.sources.base import Source, SourceInfo
+from gear_offline.data.dataset.statistics import ColumnStatistics, distribution
+from gear_offline.data.dataset.videos import video_path
+from gear_offline.data.sources.base import KeptVideo, Source, SourceInfo
 from gear_offline.data.sources.flat import REQUIRED
 from gear_offline.data.sources.input_files import InputFile
 from gear_offline.data.sources.uri import find_local_path
 from gear_offline.errors import InputError
 
 BLOCK_STEPS = 1 << 20  # of rewards that are compared, at a time
+SPREAD = ("mean", "std", "min", "max")
 MAX_FACT_CHARS = 4096  # of each attribute of a source in the manifest
 
 
@@ -45,6 +49,7 @@ def make_manifest(
     shards: Sequence[Written],
     files: list[SourceFile],
     environment: RecordedEnvironment,
+    videos: Mapping[str, KeptColumn],
 ) -> Manifest:
     """Return the manifest of shards that were written."""
     info, moments = source.info, shards[0].moments
@@ -55,19 +60,46 @@ def make_manifest(
     attributes = {str(name): _shorten_fact(value) for name, value in info.attributes.items()}
     facts = {name: getattr(info, name) for name in ("uri", "format", "rule")}
     record = SourceRecord(**facts, files=files, digest=seal, attributes=attributes)
+    unknown = ColumnStatistics(count=source.spec.steps, nonfinite=0, **dict.fromkeys(SPREAD, None))
     return Manifest(
+        format_version=2 if videos else 1,
         episodes=source.spec.episodes,
         steps=source.spec.steps,
         block_bytes=plan.block_bytes,
         columns=list(plan.columns),
-        statistics={c.name: moments[c.name].result() for c in plan.columns},
+        statistics={
+            c.name: unknown if c.name in videos else moments[c.name].result() for c in plan.columns
+        },
         returns=distribution(np.concatenate([shard.returns for shard in shards])),
         lengths=distribution(source.episodes.lengths, integers=True),
         endings=Endings(**{n: int(getattr(source, n).sum()) for n in Endings.model_fields}),
         environment=environment,
         source=record,
+        videos=dict(videos),
         shards=[shard.record for shard in shards],
     )
+
+
+def record_videos(
+    source: Source, videos: Mapping[str, KeptVideo], files: Sequence[SourceFile], folder: Path
+) -> dict[str, KeptColumn]:
+    """Describe frames that stay in videos, by column; `files` are the digested ones of a source."""
+    digested = dict(zip(source.info.files, files, strict=True))
+    return {
+        name: KeptColumn(
+            dtype=video.dtype.name,  # type: ignore[arg-type]  # which pydantic checks
+            shape=[*video.shape],
+            files=[
+                VideoRecord(
+                    path=video_path(file.path, folder),
+                    bytes=digested[file].bytes,
+                    digest=digested[file].digest,
+                )
+                for file in video.files
+            ],
+        )
+        for name, video in videos.items()
+    }
 
 
 def name_environment(

@@ -48,9 +48,11 @@ from gear_offline.data.dataset.shard import (
 )
 from gear_offline.data.dataset.shard_file import OnProgress, ShardFile
 from gear_offline.data.dataset.statistics import ColumnStatistics, Moments, distribution
+from gear_offline.data.dataset.videos import KeptFrames, open_videos, video_files
 from gear_offline.errors import InputError, given_path
 
 HISTORIES = "histories"  # attribute of the source: the column that numbers them
+REFERENCE_BYTES = 24  # of a frame that stays in a video
 RUN_BYTES = 16 << 20  # episodes that follow each other are read together up to this
 MAX_THREADS = 8  # that verify shards
 REQUESTS = 16  # to a server at a time
@@ -100,6 +102,8 @@ class Dataset:
         Which of the episodes these are, if there are others (`view_episodes`).
     ranges
         Where the shards are, if they are read by ranges; `path` then has the manifest alone.
+    videos
+        By column the frames that stay in videos: they are decoded whenever they are read.
     """
 
     path: Path
@@ -114,6 +118,7 @@ class Dataset:
     frozen: bool = False
     view: View | None = field(default=None, repr=False)
     ranges: Ranges | None = field(default=None, repr=False)
+    videos: Mapping[str, KeptFrames] = field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
         return f"Dataset({str(self.path)!r}: {self.spec})"
@@ -253,13 +258,19 @@ class Dataset:
         InputError
             ``COLUMN``; ``SELECTION`` for other steps; ``DATASET_DAMAGED``.
         """
-        spec = self.spec[column]
+        self.spec[column]  # refuses another one
         if not 0 <= start <= stop <= self.spec.steps:
             problem = f"steps [{start}, {stop}) are not in [0, {self.spec.steps})"
             raise InputError("SELECTION", problem, where=f"column {column}")
+        rows = self._read(column, start, stop)
+        return self.videos[column].read(rows) if column in self.videos else rows
+
+    def _read(self, column: str, start: int, stop: int) -> Array:
+        """Return rows of a column as the shards have it."""
+        spec = self.manifest.stored[column]
         if self.view:
             pieces = self._file_pieces(start, stop)
-            return np.concatenate([self.view.whole.read(column, *piece) for piece in pieces])
+            return np.concatenate([self.view.whole._read(column, *piece) for piece in pieces])
         dtype, shape = stored_form(spec)
         rows = np.empty((stop - start, *shape), dtype)
         begin = int(np.searchsorted(self.first_steps, start, side="right")) - 1
@@ -299,7 +310,24 @@ class Dataset:
             What was made of them counts only once the iteration has ended without an error
             (``DATASET_DAMAGED`` once a block does not match its digest).
         """
-        spec, tensor = self.spec[column], self._tensor(shard, column)
+        if (kept := self.videos.get(column)) is None:
+            yield from self._stream(shard, column, chunk_bytes)
+            return
+        rows = max(1, chunk_bytes // kept.spec.step_bytes)
+        for step, references in self._stream(shard, column, rows * REFERENCE_BYTES):
+            yield step, kept.read(references)
+
+    def references(self, column: str) -> Int64Array:
+        """Return (N, 3) references of a column's frames to its videos."""
+        shards = range(len(self.manifest.shards))
+        pieces = (rows.copy() for shard in shards for _, rows in self._stream(shard, column))
+        return np.concatenate([*pieces])
+
+    def _stream(
+        self, shard: int, column: str, chunk_bytes: int = 8 << 20
+    ) -> Iterator[tuple[int, Array]]:
+        """Iterate over the rows of a column as the shards have it."""
+        spec, tensor = self.manifest.stored[column], self._tensor(shard, column)
         step = int(self.first_steps[shard])
         rows = min(max(1, chunk_bytes // spec.step_bytes), tensor.shape[0])
         buffer = np.empty((rows, *tensor.shape[1:]), tensor.dtype)
@@ -425,6 +453,7 @@ class Dataset:
         unread = range(self.verified_shards, len(self.manifest.shards))
         with ThreadPoolExecutor(min(MAX_THREADS, usable_cores())) as pool:
             list(pool.map(check, unread))  # an error cancels
+            list(pool.map(lambda file: file.compare(on_progress), video_files(self.videos)))
         return self.as_verified()
 
     def as_verified(self) -> Dataset:
@@ -437,9 +466,9 @@ class Dataset:
         `name` is ``USER/NAME``, made (`private`: for you alone) if it is not there, or
         ``USER/NAME@BRANCH``; ``OUTPUT_WRITE`` without a token that may write, or a network.
         """
-        if self.view or self.ranges:
-            problem = "a view, or what is read by ranges, has no files of its own"
-            remedy = "push the whole dataset"
+        if self.view or self.ranges or self.videos:
+            problem = "a view, frames in videos, or what is read by ranges has no files of its own"
+            remedy = "push the whole dataset; frames in videos after another convert, of itself"
             raise InputError("USAGE", problem, str(self.path), remedy)
         names = [MANIFEST_NAME, *(shard.name for shard in self.verify().manifest.shards)]
         address, source = name.removeprefix("hub:"), self.manifest.source.uri
@@ -484,6 +513,8 @@ class _MeasuredStatistics(Mapping[str, ColumnStatistics]):
         self._dataset, self._known = dataset, dict[str, ColumnStatistics]()
 
     def __getitem__(self, name: str) -> ColumnStatistics:
+        if name in self._dataset.videos:  # unknown, as they were
+            return self._dataset.manifest.statistics[name]
         if name not in self._known:
             data, first = self._dataset, self._dataset.manifest.statistics[name]
             dtype, shape = stored_form(data.spec[name])
@@ -550,12 +581,16 @@ def open_dataset(
     >>> dataset.column("rewards").dtype, dataset.statistics["observations"].mean.tolist()
     (dtype('float32'), [6.5, -4.5, 1.0])
     """
-    ranges = None
+    ranges, is_far = None, is_remote(path)
     if cache is not None:
         path, ranges = open_ranges(path, _cache_size(cache))
     elif is_remote(path):
         path = fetch_dataset(path)
     manifest, path = Manifest.read(path), given_path(path, "DATASET_NOT_FOUND", where="path")
+    if is_far and manifest.videos:
+        problem = f"frames of {', '.join(manifest.videos)} stay in videos of another machine"
+        remedy = "convert the dataset there without --video keep, or fetch it with its videos"
+        raise InputError("DATASET_NOT_FOUND", problem, remedy=remedy)
     dataset = with_shards(path, manifest, ranges=ranges)
     if admissions != 0:
         dataset = grow_dataset(dataset, read_admissions(path)[0][:admissions])
@@ -648,6 +683,7 @@ def with_shards(
         returns=returns,
         verified_shards=0 if before is None else before.verified_shards,
         identities=identities,
+        videos=open_videos(path, manifest) if before is None else before.videos,
         frozen=before is not None and before.frozen,
         ranges=ranges,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def inspect(
     """
     dataset = open_dataset(path, verify=False)
     if verify:
-        total = dataset.manifest.total_bytes
+        total = dataset.manifest.total_bytes + dataset.manifest.video_bytes
         title = f"verify {Path(path).name}"
         with Progress(title, total=total, unit="bytes", quiet=quiet) as progress:
             dataset = dataset.verify(on_progress=progress.advance)
@@ -54,8 +55,10 @@ def inspect(
     document = manifest.document()
     digests = [joined for shard in manifest.shards for joined in shard.digests.values()]
     blocks = sum(map(len, digests)) // DIGEST_CHARS
-    for row, column in zip(document["columns"], manifest.spec, strict=True):
-        row["bytes"] = column.step_bytes * manifest.spec.steps
+    for row, column in zip(document["columns"], manifest.stored, strict=True):
+        row["bytes"] = column.step_bytes * manifest.stored.steps
+        if (kept := manifest.videos.get(column.name)) is not None:
+            row |= {"dtype": kept.dtype, "shape": kept.shape}
     checked, episodes = blocks if dataset.verified else 0, manifest.episodes
     document["returns"]["left_out"] = episodes - manifest.returns.count
     document["endings"]["neither"] = episodes - sum(count for _, count in manifest.endings)
@@ -85,6 +88,8 @@ def summary(manifest: Manifest) -> list[str]:
     ends = f"{endings.terminated:,} terminated, {endings.truncated:,} truncated"
     stored = f"{count_text(len(manifest.shards), 'shard')}, {size_text(manifest.total_bytes)}"
     lines = [f"{episodes} ({ends}), {steps}, {stored}; rule {source.rule}"]
+    if videos := manifest.document().get("videos"):
+        lines.append(f"frames stay in videos: {_video_text(videos, manifest.steps)}")
     if HISTORIES in source.attributes:
         lines[0] += f"; histories by {source.attributes[HISTORIES]}"
     lines += [f"edited: {edit}" for edit in texts(source.attributes.get("edits"))]
@@ -99,6 +104,16 @@ def summary(manifest: Manifest) -> list[str]:
         lines.append("left out: others too, see inspect")
     lines += [f"warning: {warning}" for warning in source.warnings]
     return list(map(printable, lines))  # names and texts are those of strangers
+
+
+def _video_text(videos: Mapping[str, Any], steps: int) -> str:
+    """Tell which frames stay in videos, where, and what that saves."""
+    files = {file["path"]: file["bytes"] for column in videos.values() for file in column["files"]}
+    folder = os.path.commonpath([os.path.dirname(path) for path in files]) or "."
+    sizes = (np.dtype(kept["dtype"]).itemsize * prod(kept["shape"]) for kept in videos.values())
+    here, decoded = size_text(sum(files.values())), size_text(steps * sum(sizes))
+    text = f"{', '.join(videos)}: {count_text(len(files), 'file')} below {folder}"
+    return f"{text}, {here}; decoded {decoded}"
 
 
 def _facts(document: Mapping[str, Any], full: bool) -> dict[str, str]:
@@ -119,6 +134,8 @@ def _facts(document: Mapping[str, Any], full: bool) -> dict[str, str]:
         "environment": f"{environment['id'] or 'unknown'}{made_with}; {score_text}",
         "source": f"{source['uri']} ({source['format']}; rule: {source['rule']})",
     }
+    if videos := document.get("videos"):
+        rows["videos"] = _video_text(videos, document["steps"])
     if HISTORIES in source["attributes"]:
         rows["histories"] = f"by {source['attributes'][HISTORIES]}"
     if full:

@@ -13,6 +13,7 @@ import math
 import os
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -39,7 +40,7 @@ from gear_offline.data.dataset.shard import (
 from gear_offline.data.dataset.statistics import ColumnStatistics, Count, Distribution, Model
 from gear_offline.errors import InputError, given_path
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # of datasets whose frames stay in videos; all others have 1
 MANIFEST_NAME, ADMISSIONS_NAME = "manifest.json", "admissions.jsonl"
 MAX_MANIFEST_BYTES, MAX_ADMISSIONS_BYTES = 256 << 20, 1 << 30
 MIN_BLOCK_BYTES, MAX_BLOCK_BYTES = 64, 1 << 30
@@ -131,11 +132,30 @@ def _column(value: Any) -> ColumnSpec:
     return column
 
 
+class VideoRecord(Model):
+    """A video that frames stay in."""
+
+    path: str  # from the dataset's folder, or absolute
+    bytes: Count
+    digest: Digest  # xxh3-128 of all its bytes
+
+
+class KeptColumn(Model):
+    """A column of frames that stay in videos: its stored one has (3,) references a step."""
+
+    dtype: Literal["uint8", "uint16"]
+    shape: Annotated[list[Positive], Field(min_length=3, max_length=3)]  # of a frame
+    files: Annotated[list[VideoRecord], Field(min_length=1)]  # by the first of the references
+
+    def spec(self, name: str) -> ColumnSpec:
+        return ColumnSpec(name=name, dtype=np.dtype(self.dtype), shape=tuple(self.shape))
+
+
 class Manifest(Model):
     """All facts of a dataset, as in the file."""
 
     format: Literal["gear-offline"] = "gear-offline"
-    format_version: Literal[1] = 1
+    format_version: Literal[1, 2] = 1
     episodes: Positive
     steps: Positive
     block_bytes: Annotated[int, Field(ge=MIN_BLOCK_BYTES, le=MAX_BLOCK_BYTES)]  # a digest
@@ -146,6 +166,7 @@ class Manifest(Model):
     endings: Endings
     environment: RecordedEnvironment
     source: SourceRecord
+    videos: dict[str, KeptColumn] = Field(default_factory=dict)  # by column
     shards: list[ShardRecord]  # in the order of episodes
 
     def __repr__(self) -> str:
@@ -156,8 +177,20 @@ class Manifest(Model):
 
     @cached_property
     def spec(self) -> TableSpec:
-        """Columns, steps and episodes."""
+        """Columns, steps and episodes; of frames in videos their own dtype and shape."""
+        kept = {name: column.spec(name) for name, column in self.videos.items()}
+        return replace(self.stored, columns=tuple(kept.get(c.name, c) for c in self.columns))
+
+    @cached_property
+    def stored(self) -> TableSpec:
+        """The columns as the shards have them."""
         return TableSpec(columns=tuple(self.columns), steps=self.steps, episodes=self.episodes)
+
+    @cached_property
+    def video_bytes(self) -> int:
+        """Bytes of all videos that frames stay in."""
+        files = (file for column in self.videos.values() for file in column.files)
+        return sum({file.path: file.bytes for file in files}.values())
 
     @property
     def total_bytes(self) -> int:
@@ -172,7 +205,7 @@ class Manifest(Model):
         """Return the tensors that `shard` must have, in their order, by name."""
         steps, episodes = size = shard.steps, shard.episodes
         if size not in self._layouts:
-            tensors = plan_tensors(self.spec.columns, steps=steps, episodes=episodes)
+            tensors = plan_tensors(self.stored.columns, steps=steps, episodes=episodes)
             self._layouts[size] = {tensor.name: tensor for tensor in tensors}
         return self._layouts[size]
 
@@ -198,7 +231,12 @@ class Manifest(Model):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        shapes = {column.name: stored_form(column)[1] for column in self.spec}
+        shapes = {column.name: stored_form(column)[1] for column in self.stored}
+        if any(shapes.get(name) != (3,) for name in self.videos):
+            raise ValueError("a column of frames in videos has other than three numbers a step")
+        if (self.format_version > 1) != bool(self.videos):
+            raise ValueError("another version of the format has frames in videos")
+        shapes |= dict.fromkeys(self.videos, ())  # nothing is known of frames
         for name, moments in self.statistics.items():
             values = (moments.mean, moments.std, moments.min, moments.max)
             if any(value.shape != shapes.get(name) for value in values) or (moments.std < 0).any():
@@ -237,8 +275,10 @@ class Manifest(Model):
         return self.replace_fields(shards=shards, endings=Endings(**counts), **sizes)
 
     def document(self) -> dict[str, Any]:
-        """Return the fields by name, JSON-able; options of an environment only where there are."""
+        """Return the fields by name, JSON-able; some only where there are any."""
         fields = self.model_dump()
+        if not self.videos:
+            del fields["videos"]
         if not self.environment.options:
             del fields["environment"]["options"]
         return fields

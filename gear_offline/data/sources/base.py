@@ -32,10 +32,19 @@ from gear_offline.data.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.data.dataset.scores import ReferenceScores
 from gear_offline.data.sources.columns import Kinds, kinds_of, legal_names, read_rows
 from gear_offline.data.sources.flags import SCALARS
-from gear_offline.data.sources.input_files import InputFile, misfit, reading_errors
+from gear_offline.data.sources.input_files import InputFile, misfit
+from gear_offline.errors import reading_errors
 
 READ_BYTES = 8 << 20  # a read of about this size amortises the call
 DIFFERS = "give every step the same shape and dtype; if the source has changed, open it again"
+
+
+class KeptVideo(NamedTuple):
+    """Frames that stay in videos: a column holds their references (`data.dataset.pictures`)."""
+
+    dtype: np.dtype[Any]  # of a frame
+    shape: tuple[int, ...]
+    files: tuple[InputFile, ...]  # by their numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +59,7 @@ class SourceInfo:
     scores: ReferenceScores | None = None  # that the source itself says
     reference_name: str | None = None  # D4RL's, if the environment does not tell the scores
     files: tuple[InputFile, ...] = ()  # to digest, in order
+    videos: Mapping[str, KeptVideo] = field(default_factory=dict)  # by the format's own column
     edges: tuple[Array, ...] = ()  # ids of the first and the last row, where a rule reads ids
     # small JSON-able facts; "warnings" is a list of lines for the user's eyes
     attributes: Mapping[str, Any] = field(default_factory=dict)
@@ -91,6 +101,7 @@ class SourceRequest(NamedTuple):
     key: str | None = None
     partial: bool = False  # what it lacks is made by a function
     shards: tuple[Path, ...] = ()  # files of one table, in order
+    keeps_videos: bool = False  # a column of frames holds references to them
 
 
 class Source(Closing):

@@ -18,13 +18,14 @@ from gear_offline.data.sources.episode_ends import judge_ends
 from gear_offline.data.sources.flags import LIMIT, MEANING, find_flags, true_rows
 from gear_offline.data.sources.hdf5 import SUFFIXES
 from gear_offline.data.sources.hdf5_groups import open_hdf5
-from gear_offline.data.sources.input_files import misfit, reading_errors
+from gear_offline.data.sources.input_files import misfit
 from gear_offline.data.sources.lerobot import is_lerobot, open_lerobot
 from gear_offline.data.sources.minari import data_directory, find_directory, open_minari
 from gear_offline.data.sources.npz import open_npz
 from gear_offline.data.sources.parquet import ARROW, open_parquet
 from gear_offline.data.sources.rules import CONVENTIONS
 from gear_offline.data.sources.zarr import is_store, open_zarr
+from gear_offline.errors import reading_errors
 
 
 @dataclass(frozen=True)

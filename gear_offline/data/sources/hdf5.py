@@ -29,8 +29,8 @@ from gear_offline.data.dataset.schema import is_storable
 from gear_offline.data.sources.base import READ_BYTES
 from gear_offline.data.sources.columns import can_be_column
 from gear_offline.data.sources.hdf5_filters import FILTERS, ChunkCheck
-from gear_offline.data.sources.input_files import InputFile, reading_errors
-from gear_offline.errors import InputError
+from gear_offline.data.sources.input_files import InputFile
+from gear_offline.errors import InputError, reading_errors
 
 SUFFIXES = (".hdf5", ".h5")
 OTHER_FILES = {  # how a file of such a name comes in by Python

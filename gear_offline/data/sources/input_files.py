@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from gear_offline.core.files import FileIdentity, file_identity, open_regular, read_regular
-from gear_offline.errors import GearError, InputError
+from gear_offline.errors import InputError, reading_errors
 
 MAX_JSON_BYTES = 64 << 20
 APART = "files are missing, damaged, out of order or of several sources: get them again"
@@ -65,20 +64,6 @@ def files_in(folder: Path, suffixes: Sequence[str]) -> list[Path]:
     """
     files = (p for p in folder.iterdir() if p.suffix.lower() in suffixes and not p.is_dir())
     return sorted((p for p in files if not p.name.startswith(".")), key=by_number)
-
-
-@contextmanager
-def reading_errors(file_type: str, where: Path | str) -> Iterator[None]:
-    """Turn whatever a library raises of a foreign file into one error (``SOURCE_READ``)."""
-    try:
-        yield
-    except GearError:
-        raise
-    except Exception as error:
-        why = " ".join(str(error).split())[:200] or type(error).__name__
-        problem = f"not a readable {file_type} file: {why}"
-        remedy = "it is damaged or cut short: get it again"
-        raise InputError("SOURCE_READ", problem, str(where), remedy) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

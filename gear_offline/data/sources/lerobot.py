@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,15 @@ import numpy as np
 
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.data.sources.base import READ_BYTES, Piece, Source, SourceInfo, SourceRequest
+from gear_offline.data.dataset.pictures import decode_frames, find_frames, image_pixels
+from gear_offline.data.sources.base import (
+    READ_BYTES,
+    KeptVideo,
+    Piece,
+    Source,
+    SourceInfo,
+    SourceRequest,
+)
 from gear_offline.data.sources.columns import row_kinds, split_names
 from gear_offline.data.sources.combine import CODES, observation_vectors
 from gear_offline.data.sources.input_files import (
@@ -33,12 +42,10 @@ from gear_offline.data.sources.input_files import (
     misfit,
     read_json,
     read_json_lines,
-    reading_errors,
 )
 from gear_offline.data.sources.parquet import Column, ParquetFile, Shards, is_numeric, step_rows
-from gear_offline.data.sources.pictures import image_pixels, video_frames
 from gear_offline.data.sources.row_marks import runs
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, reading_errors
 
 INFO = Path("meta", "info.json")
 # where data and videos lie unless info.json says otherwise, by version
@@ -56,7 +63,7 @@ FIELD = re.compile(r"\{(\w+)(?::0?([0-9]{1,2})d?)?\}")
 NAMES = {"actions": "action", "rewards": "next.reward"}
 
 
-Place = tuple[InputFile, float]  # a video, and where in it an episode begins, in seconds
+Place = tuple[int, float]  # number of a video, and where in it an episode begins, in seconds
 Read = Callable[[int, int], Array]  # of steps
 
 
@@ -68,7 +75,7 @@ def is_lerobot(path: Path) -> bool:
 def open_lerobot(path: Path, request: SourceRequest) -> Source:
     """Open a dataset's folder; reads the episode numbers."""
     path, names = path.absolute(), request.names
-    reader = _Folder(path)
+    reader = _Folder(path, keeps_videos=request.keeps_videos)
     origins = {name for text in names.values() for name in split_names(text)}
     columns, left_out = reader.columns(origins)
 
@@ -85,6 +92,7 @@ def open_lerobot(path: Path, request: SourceRequest) -> Source:
     facts |= {CODES: codes} if (codes := reader.codes(columns)) else {}
     facts |= {"left_out": left_out, "warnings": reader.notes}
     info = SourceInfo(uri=path.name, format="lerobot", rule="episode_index", attributes=facts)
+    files = *reader.files, *dict.fromkeys(chain(*reader.videos.values()))
     return Source(
         [Piece(read=read, steps=reader.table.rows)],
         kinds,
@@ -92,16 +100,17 @@ def open_lerobot(path: Path, request: SourceRequest) -> Source:
         # a read of frames looks for a key frame
         preferred={name: max(1, 4 * READ_BYTES // size) for name, size in frames.items()},
         usual=usual | observation_vectors(kinds, "observation.", path, names),
-        info=replace(info, files=(*reader.files, *reader.videos)),
+        info=replace(info, files=files, videos=reader.kept),
     )
 
 
 class _Folder:
     """Reads rows of columns, of each column one file at a time."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.videos: list[InputFile] = []
+    def __init__(self, path: Path, *, keeps_videos: bool) -> None:
+        self.path, self._keeps_videos = path, keeps_videos
+        self.videos: dict[str, list[InputFile]] = {}  # of each camera
+        self.kept: dict[str, KeptVideo] = {}
         self.notes: list[str] = []
         self._columns: dict[str, Column] = {}
         self._sizes: dict[str, tuple[int, ...]] = {}  # of the first frame of a column
@@ -194,12 +203,19 @@ class _Folder:
         together = ",".join([*cameras, *states, "actions"])
         for name in [*types, *(n for n, dtype in self.dtypes.items() if dtype == "video")]:
             dtype = self.dtypes.get(name)
-            if dtype in ("image", "video") and name not in origins:
+            is_kept = self._keeps_videos and dtype == "video"
+            if dtype in ("image", "video") and name not in origins and not is_kept:
                 left_out[name] = f"frames: --columns {together} decodes them"
             elif dtype == "video" and "timestamp" not in types:
                 raise misfit(f"no timestamp, which tells the frames of {name}", self.path)
             elif dtype == "video":
-                reads[name] = partial(self._video, name, self._videos(name))
+                places = self._find_videos(name)
+                reads[name] = partial(self._video, name, places)
+                if self._keeps_videos:
+                    first = reads[name](0, 1)
+                    files = tuple(self.videos[name])
+                    self.kept[name] = KeptVideo(first.dtype, first.shape[1:], files)
+                    reads[name] = partial(self._references, places, name)
             elif dtype == "image":
                 reads[name] = partial(self._images, name)
             elif is_numeric(types[name]):
@@ -222,17 +238,25 @@ class _Folder:
             self._sizes.setdefault(name, frames[0].shape[:2])
         return self._frames(name, np.stack(frames))
 
-    def _video(self, name: str, places: list[Place], start: int, stop: int) -> Array:
+    def _references(self, places: list[Place], name: str, start: int, stop: int) -> Array:
+        """Return (n, 3) references of steps' frames."""
         times = self._column("timestamp").rows(start, stop).reshape(-1).astype(np.float64)
         number = bisect_right(self.bounds, start) - 1
-        frames = list[Array]()
+        references = np.empty((stop - start, 3), np.int64)
         while self.bounds[number] < stop:
             file, begin = places[number]
             steps = slice(max(self.bounds[number] - start, 0), self.bounds[number + 1] - start)
-            frames.append(video_frames(file, begin + times[steps], self._sizes.get(name)))
-            self._sizes.setdefault(name, frames[0].shape[1:3])
+            references[steps, 0] = file
+            references[steps, 1:] = find_frames(self.videos[name][file], begin + times[steps])
             number += 1
-        return self._frames(name, np.concatenate(frames))
+        return references
+
+    def _video(self, name: str, places: list[Place], start: int, stop: int) -> Array:
+        references = self._references(places, name, start, stop)
+        decoded = decode_frames(self.videos[name], references, self._sizes.get(name))
+        frames = [frame for _, frame in sorted(decoded, key=itemgetter(0))]
+        self._sizes.setdefault(name, frames[0].shape[:2])
+        return self._frames(name, np.stack(frames))
 
     def _frames(self, name: str, frames: Array) -> Array:
         """Return frames; refuse colours where info.json says that they are depths."""
@@ -244,7 +268,7 @@ class _Folder:
             raise misfit(problem, f"{self.path}: {name}", remedy)
         return frames
 
-    def _videos(self, name: str) -> list[Place]:
+    def _find_videos(self, name: str) -> list[Place]:
         """Find the video of each episode, and where in it the episode begins."""
         places: dict[int, tuple[str, float]] = {}
         fields: dict[str, Any] = {"video_key": name}
@@ -260,10 +284,10 @@ class _Folder:
                 places[number] = self._place("video_path", fields), float(begin)
         if missing := set(self.episodes) - set(places):
             raise misfit(f"no video {name} of episode {min(missing)}", self.path / "meta")
-        paths = dict.fromkeys(places[number][0] for number in self.episodes)
-        files = {path: InputFile.find(self.path / path) for path in paths}
-        self.videos += files.values()
-        return [(files[path], begin) for path, begin in map(places.__getitem__, self.episodes)]
+        paths = [*dict.fromkeys(places[number][0] for number in self.episodes)]
+        self.videos[name] = [InputFile.find(self.path / path) for path in paths]
+        numbers = {path: number for number, path in enumerate(paths)}
+        return [(numbers[path], begin) for path, begin in map(places.__getitem__, self.episodes)]
 
 
 def _rows(file: ParquetFile, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:

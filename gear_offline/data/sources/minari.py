@@ -35,10 +35,9 @@ from gear_offline.data.sources.input_files import (
     files_in,
     misfit,
     read_json,
-    reading_errors,
 )
 from gear_offline.data.sources.parquet import ArrowFile, ParquetFile
-from gear_offline.errors import InputError, package_needed
+from gear_offline.errors import InputError, package_needed, reading_errors
 
 MAIN_FILE, METADATA_FILE = "main_data.hdf5", "metadata.json"
 LONG = ("observation_space", "action_space", "env_spec", "eval_env_spec")  # of the metadata

@@ -26,8 +26,9 @@ from gear_offline.data.sources.base import Source, SourceRequest
 from gear_offline.data.sources.columns import rename_columns
 from gear_offline.data.sources.flags import FLAGS, TIME_FLAGS
 from gear_offline.data.sources.flat import single_values, table_source
-from gear_offline.data.sources.input_files import InputFile, misfit, reading_errors
+from gear_offline.data.sources.input_files import InputFile, misfit
 from gear_offline.data.sources.rules import ARTIFICIAL
+from gear_offline.errors import reading_errors
 
 READ_BYTES = 1 << 20
 KEPT_BYTES = 1 << 14  # of each open archive, and there may be thousands; long reads pass by it

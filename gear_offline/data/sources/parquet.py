@@ -25,9 +25,9 @@ from gear_offline.data.sources.base import Piece, Source, SourceInfo, SourceRequ
 from gear_offline.data.sources.columns import Kinds, row_kinds, split_names
 from gear_offline.data.sources.flags import find_flags
 from gear_offline.data.sources.flat import REQUIRED, find_columns, table_source
-from gear_offline.data.sources.input_files import InputFile, misfit, reading_errors
+from gear_offline.data.sources.input_files import InputFile, misfit
 from gear_offline.data.sources.row_marks import MARK, row_marks
-from gear_offline.errors import InputError, package_needed
+from gear_offline.errors import InputError, package_needed, reading_errors
 
 ARROW = (".arrow", ".feather")
 BATCH_VALUES, BATCH_ROWS = 1 << 22, 1 << 20  # of a batch; run lengths make billions of few bytes

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from gear_offline.config.arguments import check_arguments
 from gear_offline.core.address import hide_secrets, is_remote, parse_address
@@ -39,6 +40,7 @@ def open_source(
     names: Mapping[str, str] | None = None,
     partial: bool = False,
     reader: str | EpisodeReader | None = None,
+    keeps_videos: bool = False,
 ) -> Source:
     """Open a dataset of another format for reading.
 
@@ -59,6 +61,8 @@ def open_source(
         Function that gets the path and yields episodes, as `from_episodes` takes them; as text
         ``FILE.py:function``, ``module:function`` or the entry point of a package
         (``gear_offline.readers``).  Memory holds one episode; they wait in temporary files.
+    keeps_videos
+        Columns of videos hold references to their frames, as `gear_offline.convert` keeps them.
 
     Returns
     -------
@@ -76,7 +80,8 @@ def open_source(
     if is_remote(uri):
         uri = parse_address(uri) or str(uri)
         path = fetch_source(uri, is_file=reader is not None)
-        source = open_source(path, rule=rule, names=names, partial=partial, reader=reader)
+        how: Any = {"rule": rule, "partial": partial, "keeps_videos": keeps_videos}
+        source = open_source(path, names=names, reader=reader, **how)
         source.info = replace(source.info, uri=hide_secrets(uri))
         return source
     names = names or {}
@@ -95,7 +100,7 @@ def open_source(
         request = SourceRequest(path.name, rule, names, partial=partial)
         return adapt_columns(with_columns(open_by_reader(reader, path, request), names))
     scheme, name, key = _split(uri) if isinstance(uri, str) else ("", "", None)
-    request = SourceRequest(str(uri), rule, names, key, partial)
+    request = SourceRequest(str(uri), rule, names, key, partial, keeps_videos=keeps_videos)
     if scheme == "d4rl" and (packaged := open_d4rl_package(name, request)):
         return adapt_columns(with_columns(packaged, names), rule)
     if scheme:

@@ -1,0 +1,167 @@
+"""Frames of videos and image files, decoded by PyAV with their own type and numbers.
+
+A frame of a video has a reference: the number of its file in a list, the stamp from which its group
+of pictures is decoded, and its own stamp, in units of the file's clock.  With that it is found
+again without a search.
+
+Shape legend: N frames, h x w pixels, C colours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from io import BytesIO, FileIO
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from gear_offline.core.types import Array, Float64Array, Int64Array
+from gear_offline.errors import InputError, package_needed, reading_errors
+
+TOLERANCE = 1e-4  # seconds between a row and its frame, as LeRobot's decoder has it
+MAX_PIXELS = 1 << 26
+Size = tuple[int, ...] | None  # height and width
+# formats of FFmpeg whose arrays are the numbers that they store
+EXACT = ("gray", "rgb48", "gbrp", "rgba", "bgra")
+GET_AGAIN = "the video is another's, or cut short: get it and its rows again"
+
+
+class VideoFile(Protocol):
+    """A file that is opened only as it was first."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def open(self) -> FileIO:
+        """Open it for reading; refuse another one."""
+
+    def __hash__(self) -> int: ...
+
+
+@lru_cache(maxsize=256)
+def _read_stamps(file: VideoFile) -> tuple[Int64Array, Int64Array, Float64Array]:
+    """Return rising stamps of a video's frames, of their groups, and times in s; decode nothing."""
+    with file.open() as raw, _open_frames(f"/dev/fd/{raw.fileno()}", file.path) as video:
+        stream = video.streams.video[0]
+        packets = [packet for packet in video.demux(stream) if packet.size]
+        base = stream.time_base
+    stamps = [packet.pts for packet in packets if not packet.is_discard]
+    keys = sorted(
+        (packet.pts, packet.pts if packet.dts is None else min(packet.dts, packet.pts))
+        for packet in packets
+        if packet.is_keyframe and packet.pts is not None
+    )
+    if None in stamps or not keys:
+        raise _misfit("frames without times, or none", file.path)
+    rising: Int64Array = np.unique(np.array(stamps, np.int64))
+    firsts, starts = np.array(keys, np.int64).T
+    groups = starts[np.maximum(firsts.searchsorted(rising, side="right") - 1, 0)]
+    return rising, groups, rising * base.numerator / base.denominator
+
+
+def find_frames(file: VideoFile, times: Float64Array) -> Int64Array:
+    """Return (N, 2) group and stamp of the frames of a video that are nearest to times in seconds.
+
+    One further away than `TOLERANCE` is refused (``SOURCE_LAYOUT``).
+    """
+    stamps, groups, seconds = _read_stamps(file)
+    nearest = ((seconds[1:] + seconds[:-1]) / 2).searchsorted(times)
+    distances = np.abs(seconds[nearest] - times)
+    if distances.max() > TOLERANCE:
+        at = int(np.argmax(distances))
+        problem = f"no frame at {times[at]:.4f} s: the nearest is {distances[at]:.4f} s away"
+        raise _misfit(problem, file.path)
+    return np.stack([groups[nearest], stamps[nearest]], axis=1)
+
+
+def decode_frames(
+    files: Sequence[VideoFile], references: Int64Array, size: Size = None
+) -> Iterator[tuple[int, Array]]:
+    """Yield the place of each of (N, 3) references, and its pixels (h, w, C), in any order.
+
+    Each file is opened once, each group of pictures decoded once, a frame converted once.
+    """
+    order = np.lexsort(references.T[::-1])
+    cuts = np.flatnonzero(np.diff(references[order, 0])) + 1
+    for places in np.split(order, cuts) if len(order) else ():
+        file, wanted = files[references[places[0], 0]], references[places, 1:]
+        with file.open() as raw, _open_frames(f"/dev/fd/{raw.fileno()}", file.path) as video:
+            pictures = _decode(video, wanted.tolist(), file.path)
+            picture, last = np.empty(0), None
+            for place, frame in zip(places.tolist(), pictures, strict=True):
+                if frame is not last:
+                    picture, last = pixels(frame, file.path, size), frame
+                    size = picture.shape[:2]
+                yield place, picture
+
+
+def _decode(video: Any, wanted: Sequence[Sequence[int]], path: Path) -> Iterator[Any]:
+    """Yield the frame of each group and stamp, which rise, of an open video."""
+    stream, frames, frame = video.streams.video[0], iter(()), None
+    stream.codec_context.thread_count = 1  # others decode other files
+    for (before, _), (group, stamp) in pairwise([(None, 0), *wanted]):
+        # from its key frame, or else from the beginning
+        for start in (None, group, 0) if group == before else (group, 0):
+            if start is not None:
+                video.seek(start, stream=stream)
+                frames, frame = video.decode(stream), None
+            while frame is None or (frame.pts is not None and frame.pts < stamp):
+                if (frame := next(frames, None)) is None:
+                    break
+            if frame is not None and frame.pts == stamp:
+                break
+        else:
+            time = float(stamp * stream.time_base)
+            raise _misfit(f"the frame at {time:.4f} s is damaged or missing", path)
+        yield frame
+
+
+def image_pixels(content: bytes, path: Path, size: Size = None) -> Array:
+    """Return the pixels of a PNG, JPEG, TIFF or other image, (h, w, C)."""
+    with _open_frames(BytesIO(content), path) as image:
+        return pixels(next(image.decode(video=0)), path, size)
+
+
+def pixels(frame: Any, path: Path, size: Size = None) -> Array:
+    """Return (h, w, C) of a decoded frame: uint8, or uint16 where it has more than 8 bits.
+
+    Colours of 8 bits become RGB; what an array would hold in other numbers is refused, and a frame
+    that is not of the `size` of those before.
+    """
+    if size and (frame.height, frame.width) != size:
+        problem = f"a frame of {frame.width} x {frame.height} behind others"
+        raise _misfit(f"{problem} of {size[1]} x {size[0]}", path, "give all frames one size")
+    pixel_format = frame.format
+    alpha = any(component.is_alpha for component in pixel_format.components)
+    eight = all(component.bits == 8 for component in pixel_format.components)
+    if len(pixel_format.components) >= 3 and eight and not alpha and not pixel_format.has_palette:
+        rows: Array = frame.to_ndarray(format="rgb24")
+    elif pixel_format.name == "bgra":
+        rows = frame.to_ndarray(format="rgba")
+    elif pixel_format.name.startswith(EXACT) and pixel_format.name != "gbrap":
+        rows = frame.to_ndarray()
+    else:
+        problem = f"pixels of {pixel_format.name} are not read, as their numbers would change"
+        raise _misfit(problem, path, "store grey of 8 or 16 bits, RGB or RGBA")
+    return rows if rows.ndim == 3 else rows[..., None]
+
+
+@contextmanager
+def _open_frames(file: Any, path: Path) -> Iterator[Any]:
+    with package_needed("frames are decoded by PyAV", "lerobot"):
+        import av
+    with reading_errors("video or image", path), av.open(file) as opened:
+        stream = opened.streams.video[0]
+        if stream.width * stream.height > MAX_PIXELS:
+            problem = f"a picture of {stream.width} x {stream.height} pixels"
+            remedy = f"at most {MAX_PIXELS:,} are read"
+            raise InputError("SOURCE_UNSAFE", problem, str(path), remedy)
+        yield opened
+
+
+def _misfit(problem: str, path: Path, remedy: str = GET_AGAIN) -> InputError:
+    return InputError("SOURCE_LAYOUT", problem, str(path), remedy)
