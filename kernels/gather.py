@@ -60,9 +60,7 @@ class Windows:
         tensors: dict[str, Tensor] = {}
         for buffer, fields in zip(self.buffers, self.fields, strict=True):
             for field in fields:
-                view = buffer
-                if len(fields) > 1:
-                    view = buffer[..., field.offset : field.offset + field.width]
+                view = buffer[..., field.offset : field.offset + field.width]
                 view = view.view(*view.shape[:-1], *field.shape)
                 if field.history:
                     steps = view.dim() - len(field.shape) - 1
