@@ -9,11 +9,12 @@ Shape legend: N frames, h x w pixels, C colours.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from io import BytesIO, FileIO
-from itertools import pairwise
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -91,33 +92,44 @@ def decode_frames(
         file, wanted = files[references[places[0], 0]], references[places, 1:]
         with file.open() as raw, _open_frames(f"/dev/fd/{raw.fileno()}", file.path) as video:
             pictures = _decode(video, wanted.tolist(), file.path)
-            picture, last = np.empty(0), None
+            picture, last, rgb = np.empty(0), None, _rgb_converter()
             for place, frame in zip(places.tolist(), pictures, strict=True):
                 if frame is not last:
-                    picture, last = pixels(frame, file.path, size), frame
+                    picture, last = pixels(frame, file.path, size, rgb), frame
                     size = picture.shape[:2]
                 yield place, picture
 
 
 def _decode(video: Any, wanted: Sequence[Sequence[int]], path: Path) -> Iterator[Any]:
     """Yield the frame of each group and stamp, which rise, of an open video."""
-    stream, frames, frame = video.streams.video[0], iter(()), None
+    stream = video.streams.video[0]
     stream.codec_context.thread_count = 1  # others decode other files
-    for (before, _), (group, stamp) in pairwise([(None, 0), *wanted]):
-        # from its key frame, or else from the beginning
-        for start in (None, group, 0) if group == before else (group, 0):
-            if start is not None:
-                video.seek(start, stream=stream)
-                frames, frame = video.decode(stream), None
-            while frame is None or (frame.pts is not None and frame.pts < stamp):
-                if (frame := next(frames, None)) is None:
-                    break
-            if frame is not None and frame.pts == stamp:
+    for group, pairs in groupby(wanted, itemgetter(0)):
+        stamps = [stamp for _, stamp in pairs][::-1]
+        for start in (group, 0):  # from its key frame, or else from the beginning
+            for frame in _decode_until(video, stream, start, {*stamps}):
+                while stamps and frame.pts == stamps[-1]:
+                    yield frame
+                    stamps.pop()
+            if not stamps:
                 break
         else:
-            time = float(stamp * stream.time_base)
+            time = float(stamps[-1] * stream.time_base)
             raise _misfit(f"the frame at {time:.4f} s is damaged or missing", path)
-        yield frame
+
+
+def _decode_until(video: Any, stream: Any, start: int, stamps: set[int]) -> Iterator[Any]:
+    """Decode from a stamp on, until the packets of all `stamps` are decoded."""
+    video.seek(start, stream=stream)
+    last, keys = max(stamps), 0
+    for packet in video.demux(stream):
+        yield from packet.decode()
+        stamps.discard(packet.pts)
+        # pictures before a key frame may be stored behind it, but not behind the next one
+        keys += packet.is_keyframe and packet.pts is not None and packet.pts > last
+        if packet.size and (not stamps or keys > 1):
+            yield from stream.codec_context.decode(None)  # those that it holds back
+            return
 
 
 def image_pixels(content: bytes, path: Path, size: Size = None) -> Array:
@@ -126,7 +138,17 @@ def image_pixels(content: bytes, path: Path, size: Size = None) -> Array:
         return pixels(next(image.decode(video=0)), path, size)
 
 
-def pixels(frame: Any, path: Path, size: Size = None) -> Array:
+def _rgb_converter() -> Callable[[Any], Array]:
+    """Return a function of frames that prepares FFmpeg's conversion to RGB once for all."""
+    from av.video.reformatter import VideoReformatter
+
+    reformatter = VideoReformatter()
+    return lambda frame: reformatter.reformat(frame, format="rgb24").to_ndarray()
+
+
+def pixels(
+    frame: Any, path: Path, size: Size = None, rgb: Callable[[Any], Array] | None = None
+) -> Array:
     """Return (h, w, C) of a decoded frame: uint8, or uint16 where it has more than 8 bits.
 
     Colours of 8 bits become RGB; what an array would hold in other numbers is refused, and a frame
@@ -139,7 +161,7 @@ def pixels(frame: Any, path: Path, size: Size = None) -> Array:
     alpha = any(component.is_alpha for component in pixel_format.components)
     eight = all(component.bits == 8 for component in pixel_format.components)
     if len(pixel_format.components) >= 3 and eight and not alpha and not pixel_format.has_palette:
-        rows: Array = frame.to_ndarray(format="rgb24")
+        rows: Array = rgb(frame) if rgb else frame.to_ndarray(format="rgb24")
     elif pixel_format.name == "bgra":
         rows = frame.to_ndarray(format="rgba")
     elif pixel_format.name.startswith(EXACT) and pixel_format.name != "gbrap":
