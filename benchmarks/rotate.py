@@ -147,10 +147,11 @@ def plot(results: dict[str, dict[str, Any]]) -> Figure:
             axes, row["validation_steps"], values.mean(0), ends, color=colour, label=label
         )
     plots.dress(axes, x="update", y="loss of what is held out")
-    plots.scale_losses(axes)
     plots.ticks_to(axes, results[UNIFORM]["validation_steps"][-1])
     plots.legend(axes)
-    plots.titles(figure, "A file at a time, and any step of all", f"{SET}, mean of seeds, 95 %")
+    ends = [f"{np.mean(row['last_validation']):.4f} {name}" for name, row in results.items()]
+    below = f"{SET}, mean of {len(results[UNIFORM]['seeds'])} seeds and its 95 % interval"
+    plots.titles(figure, f"At the end {', '.join(ends)}", below)
     return figure
 
 
