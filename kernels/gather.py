@@ -119,7 +119,6 @@ class CpuGather:
             for group in groups
         ]
         self._places = np.arange(context_length + history, dtype=np.int64)
-        self._masks = _masks(context_length, padding)
         self._views = [_windows(group, context_length + group.history) for group in groups]
 
     def gather(self, segments: Segments, landing: Int64Array | None = None) -> Windows:
@@ -150,10 +149,9 @@ class CpuGather:
                 _fill(buffer, self._find_padding(starts, real, history) if history else padded)
         first = (starts + shift)[:, None]
         np.add(first, self._places[:span], out=timesteps.numpy())
-        timesteps.numpy().reshape(-1)[padded] = 0
-        # Row r of the view begins at its r-th number: r ones, or all but r.
-        rows = real if self.padding == "left" else span - real
-        _select(self._masks, torch.from_numpy(rows), mask)
+        mask.numpy().fill(1)  # torch would share it with its threads, and wait for them
+        for steps in (timesteps, mask):
+            steps.numpy().reshape(-1)[padded] = 0
         names.numpy()[:, 0], names.numpy()[:, 1] = episodes, starts
         return Windows(
             buffers=tuple(buffer.view(*shape, *buffer.shape[1:]) for buffer in buffers),
@@ -254,13 +252,6 @@ def _fill(out: Tensor, padded: Int64Array, last: Int64Array | None = None) -> No
 def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     """Return PyTorch's dtype of the same name."""
     return torch.from_numpy(np.empty(0, dtype)).dtype
-
-
-def _masks(span: int, padding: Padding) -> Tensor:
-    """Return (K + 1, K) windows over K numbers of one kind and K of the other; 2 K in memory."""
-    numbers = torch.zeros(2 * span, dtype=torch.int64)
-    numbers[slice(span) if padding == "right" else slice(span, None)] = 1
-    return numbers.as_strided((span + 1, span), (1, 1))
 
 
 def _windows(group: ColumnGroup, span: int) -> Tensor:
