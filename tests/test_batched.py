@@ -1,6 +1,7 @@
 """Environments of one device, against Gymnasium's own, stepped one by one."""
 
 import importlib.util
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,25 @@ from gymnasium.utils.env_checker import check_env
 import gear_offline as go
 from gear_offline.core.parts import admit
 from gear_offline.data.dataset.scores import RewardEdit
-from gear_offline.evaluation.batched import BatchedEnvironment, DLPackEnvironment, find_batched
+from gear_offline.evaluation.batched import (
+    BatchedEnvironment,
+    DLPackEnvironment,
+    find_batched,
+    make_batched,
+)
 from gear_offline.evaluation.batched_play import BatchedPlay
 from gear_offline.evaluation.collect.collection import collect
-from gear_offline.evaluation.environments import make_environment
+from gear_offline.evaluation.dark_room import MOVES, goals_of
+from gear_offline.evaluation.environments import make_environment, probe
 from gear_offline.evaluation.rollout import Environments
 from gear_offline.models.decision_transformer import build_model
 from gear_offline.models.policy import Policy
+from gear_offline.runs.loop import TrainingInterrupted
 from tests.evaluation_support import play_episodes
-from tests.support import one_error
+from tests.gpu_support import NEEDS_CUPY, NEEDS_GPU
+from tests.support import Captured, one_error
+from tests.test_resume import interrupted_in
+from tests.training_support import learnt
 
 ROOM = "gear_offline/DarkRoom-v0"
 CPU = torch.device("cpu")
@@ -83,9 +94,7 @@ def written(folder: Path, library: str = "numpy") -> str:
 
 
 def make(environment_id: str, count: int, **options: Any) -> BatchedEnvironment:
-    found = find_batched(environment_id, options)
-    assert found is not None
-    return found(count, CPU, **options)
+    return make_batched(environment_id, options, count, CPU)
 
 
 @pytest.mark.parametrize(
@@ -225,3 +234,92 @@ def test_evaluate_plays_an_own_class_as_a_plain_loop(tmp_path: Path) -> None:
                 assert target.lengths[episode] == len(rewards)
                 assert target.terminated[episode] == ended
     assert len({*report.targets[0].lengths}) > 1
+
+
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.gpu
+@NEEDS_GPU
+def test_a_gpu_plays_what_the_cpu_plays(draws: bool) -> None:
+    """One graph a step: the same rooms, other last bits; drawn ones are the same twice."""
+    seeds, targets, device = list(range(300)), [20.0] * 300, torch.device("cuda")
+    facts, results = probe(ROOM, {"size": 3}), list[Any]()
+    for where, count in ((CPU, 40), (device, 40), (device, 300), (device, 300)):
+        rooms, policy = make_batched(ROOM, {"size": 3}, count, where), room_policy(30, device=where)
+        play = BatchedPlay(policy, rooms, facts, total=300, draws=draws)
+        results.append(play.play(seeds, targets, seed=7).returns)
+        assert np.array_equal(play.play(seeds, targets, seed=7).returns, results[-1])
+    assert np.array_equal(results[2], results[3])
+    if not draws:
+        assert (results[0] == results[1]).mean() > 0.95 < (results[1] == results[2]).mean()
+
+
+ACTING = ("data.admit_every=4", "data.actors=8", "train.steps=14", "train.checkpoint_every=5",
+          "train.log_every=5", "evaluate.episodes=0", "data.max_size=20", "data.remover=min_heap",
+          "train.trackers=[]", "loader.context_length=5", "model.hidden_size=16", "model.layers=1",
+          "train.threads=1", "loader.batch_size=8", "optimizer.warmup_steps=2",
+          "evaluate.environment_options={goals: one, size: 3, max_episode_steps: 6}")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def walks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random walks in a small room."""
+    folder = tmp_path_factory.mktemp("walks")
+    how: dict[str, Any] = {"goals": "one", "size": 3, "max_episode_steps": 6}
+    collect(ROOM, folder / "a.hdf5", steps=120, quiet=True, environment_options=how)
+    columns = ["observations", "actions", "rewards", "terminals", "timeouts"]
+    go.convert(folder / "a.hdf5", folder / "a", columns=columns, quiet=True)
+    return folder / "a"
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU, NEEDS_CUPY])]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_run_that_acts_by_itself_repeats_bit_for_bit(
+    walks: Path, tmp_path: Path, device: str, capsys: Captured
+) -> None:
+    def train(name: str, *words: str, **how: Any) -> Path:
+        data = tmp_path / name / "data"
+        if not data.exists():
+            shutil.copytree(walks, data)
+        own = (f"data.path={data}", "data.collect=null", f"train.device={device}")
+        run = go.train("online-room", [*ACTING, *own, *words], out=tmp_path / name / "run", **how)
+        return run.path
+
+    first = train("first")
+    assert "order and replay are exact" in capsys.readouterr().err
+    again, stopped = train("again", quiet=True), pytest.raises(TrainingInterrupted)
+    with interrupted_in(7), stopped:
+        train("resumed", quiet=True)
+    resumed = train("resumed", quiet=True, resume=True)
+    assert learnt(first)["model"] == learnt(again)["model"] == learnt(resumed)["model"]
+    other = train("other", "seed=1", quiet=True)
+    assert learnt(first)["model"] != learnt(other)["model"]
+    data = go.open_dataset(tmp_path / "first" / "data")
+    assert len(data) == 20 + 4 * 8  # looks before steps 0, 4, 8 and 12
+    goal = goals_of(3, "one")[0]
+    for number in range(len(data)):  # what was appended are walks in that room
+        cells, rewards = data[number]["observations"], data[number]["rewards"]
+        places = np.stack([cells[:, :3].argmax(1), cells[:, 3:].argmax(1)], 1)
+        assert places[0].tolist() == [1, 1] and len(rewards) == 6
+        assert np.array_equal(rewards[:-1], (places[1:] == goal).all(1))
+        moves = MOVES[data[number]["actions"].reshape(-1)]
+        assert np.array_equal(places[1:], np.clip(places + moves, 0, 2)[:-1])
+    shutil.copytree(tmp_path / "first" / "data", tmp_path / "replayed" / "data")
+    replayed = train("replayed", "data.replay=true", quiet=True)
+    assert learnt(first)["model"] == learnt(replayed)["model"]
+
+
+def test_who_cannot_act_by_itself_is_told(walks: Path, tmp_path: Path) -> None:
+    words = [*ACTING[:-1], f"data.path={walks}", "data.collect=null", "train.device=cpu"]
+    name, options = "evaluate.environment=", "evaluate.environment_options="
+    cases = [
+        (f"{name}CartPole-v1", "{}", "no environments that step on one device"),
+        (f"{name}{ROOM}", "{size: 3, max_episode_steps: -1}", "no time limit"),
+    ]
+    for environment, how, problem in cases:
+        with one_error("RECIPE", problem):
+            own = [*words, environment, f"{options}{how}"]
+            go.train("online-room", own, out=tmp_path / "run", quiet=True)
+    with one_error("RECIPE", "actors.*need admit_every"):
+        go.load_recipe("online-room", ["data.admit_every=null", "data.max_size=null"])

@@ -339,6 +339,8 @@ class DataSettings(StoredSettings):
     """Column that stays in an episode: those of one value stay together; null: each by itself."""
     admit_every: Positive | None = None
     """Steps between two looks at what actors have appended to `path`; null: it does not grow."""
+    actors: Positive | None = None
+    """Environments of the run's device that it plays an episode in before each look; null: none."""
     max_size: Positive | None = None
     """Episodes to draw from at most: beyond it, each that is admitted removes one."""
     remover: Remover = "fifo"
@@ -357,7 +359,7 @@ class DataSettings(StoredSettings):
         single = [name for name in ("path", "source", "collect") if getattr(self, name) is not None]
         if self.held_out_by is not None and self.held_out is None:
             raise ValueError("held_out_by needs held_out, such as 10%")
-        growing = ("replay", "max_size", "max_times_sampled", "limiter")
+        growing = ("replay", "actors", "max_size", "max_times_sampled", "limiter")
         if self.admit_every is None and any(getattr(self, name) for name in growing):
             raise ValueError(f"{', '.join(growing)} need admit_every")
         if self.limiter and (self.limiter.min_size or 1) > (self.max_size or math.inf):

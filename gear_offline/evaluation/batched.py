@@ -137,7 +137,7 @@ class DarkRooms(BatchedEnvironment):
         self,
         count: int,
         device: torch.device,
-        goals: Literal["train", "held_out", "all"] = "all",
+        goals: Literal["train", "held_out", "all", "one"] = "all",
         size: int = 9,
     ) -> None:
         super().__init__(count, device)

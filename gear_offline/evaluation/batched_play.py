@@ -32,9 +32,9 @@ LOOK_STEPS = 20  # between two looks at what has ended: a look waits for the GPU
 class BatchedPlay:
     """A policy in batched environments, for lists of `total` episodes.
 
-    With a `seed` actions are drawn, by torch's generator of the device.  The steps of the first
-    `keep` environments' first episodes are kept.  The step is captured here; its weights must stay
-    where they are.
+    If it `draws` actions, a generator of torch on the device does.  The steps of the first `keep`
+    environments' first episodes are kept.  The step is captured here; its weights must stay where
+    they are, and whoever changes them waits for the GPU before it plays.
     """
 
     @torch_defaults()
@@ -46,16 +46,14 @@ class BatchedPlay:
         facts: EnvironmentFacts,
         *,
         total: int,
-        seed: int | None = None,
+        draws: bool = False,
         keep: int = 0,
     ) -> None:
         self.policy, self.facts, self._environments = policy, facts, environments
         self.total, self._keep, self._limit = total, keep, facts.step_limit
         count, device = environments.count, environments.device
         policy.reset(np.arange(count), 0.0)  # its memory has room
-        self._generator: torch.Generator | None = None
-        if seed is not None:
-            self._generator = torch.Generator(device).manual_seed(seed)
+        self._generator = torch.Generator(device) if draws else None
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -92,8 +90,6 @@ class BatchedPlay:
             with self._naming(remedy), evaluation_mode(policy.model):
                 step = lambda: self._advance(policy.context_length)  # noqa: E731
                 self._graph = CapturedCall(step, device, generators)
-            if seed is not None and self._generator is not None:
-                self._generator.manual_seed(seed)
 
     def _naming(self, remedy: str = "") -> Any:
         return calling_model(self.policy.model, "acting in batched environments", remedy)
@@ -105,10 +101,17 @@ class BatchedPlay:
         seeds: Sequence[int],
         targets: Sequence[float],
         on_episode: Callable[[int], None] = lambda count: None,
+        *,
+        seed: int = 0,
     ) -> Episodes:
-        """Play episode i with ``seeds[i]`` and ``targets[i]``, for every i, to its end."""
+        """Play episode i with ``seeds[i]`` and ``targets[i]``, for every i, to its end.
+
+        What is drawn follows from the `seed`.
+        """
         policy, environment_id = self.policy, self.facts.environment_id
         steps = ended = 0
+        if self._generator is not None:
+            self._generator.manual_seed(seed)
         self._begin(np.asarray(seeds, np.int64), np.asarray(targets, np.float64))
         with self._naming(), evaluation_mode(policy.model):
             while ended < self.total:
@@ -137,6 +140,19 @@ class BatchedPlay:
         kept = self._kept[1].cpu().numpy()
         actions = tuple(kept[: lengths[number], number] for number in range(self._keep))
         return Episodes(returns=returns, lengths=lengths, terminated=terminated, actions=actions)
+
+    def episodes(self, played: Episodes) -> list[dict[str, Any]]:
+        """Return the columns of the episodes that were kept, as `Appender.append` takes them."""
+        names = ("observations", "actions", "rewards")
+        kept = [values.cpu().numpy() for values in self._kept]
+        rows = []
+        for number in range(self._keep):
+            steps, ended = played.lengths[number], bool(played.terminated[number])
+            episode: dict[str, Any] = {
+                name: values[:steps, number] for name, values in zip(names, kept, strict=True)
+            }
+            rows.append(episode | {"terminated": ended, "truncated": not ended})
+        return rows
 
     def _state(self) -> list[int]:
         """Return how many episodes have ended, and whether actions or environments are wrong."""

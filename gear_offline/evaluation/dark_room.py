@@ -19,15 +19,17 @@ MOVES = np.array([(-1, 0), (1, 0), (0, -1), (0, 1), (0, 0)])  # up, down, left, 
 
 
 def goals_of(size: int, share: str) -> Int64Array:
-    """Return the goals (n, 2) of a share of the cells: ``train``, ``held_out`` or ``all``.
+    """Return the goals (n, 2) of a share of the cells: ``train``, ``held_out``, ``all`` or ``one``.
 
-    A quarter is held out, rounded up: 21 of 81.  The permutation is always the same one.
+    A quarter is held out, rounded up: 21 of 81.  The permutation is always the same one.  The
+    ``one`` is the first of the others.
     """
     count = size * size
     # the legacy generator: its numbers do not change with NumPy's versions
     order = np.random.RandomState(0).permutation(count)
     held_out = -(-count // 4)
-    first, last = {"train": (held_out, count), "held_out": (0, held_out), "all": (0, count)}[share]
+    bounds = {"train": (held_out, count), "held_out": (0, held_out), "all": (0, count)}
+    first, last = (bounds | {"one": (held_out, held_out + 1)})[share]
     return np.stack(np.divmod(order[first:last], size), axis=1)
 
 
@@ -42,7 +44,7 @@ class DarkRoom(gymnasium.Env[Int64Array, np.int64]):
 
     def __init__(
         self,
-        goals: Literal["train", "held_out", "all"] = "all",
+        goals: Literal["train", "held_out", "all", "one"] = "all",
         size: int = 9,
         render_mode: str | None = None,
     ) -> None:

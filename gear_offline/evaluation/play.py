@@ -100,7 +100,7 @@ def make_player(trained: TrainedModel, task: EvaluationTask, device: str) -> Pol
         make_batched(task.environment, options, task.slots, policy.device),
         facts,
         total=task.episodes * len(task.targets),
-        seed=task.seed if task.sample else None,
+        draws=task.sample,
         keep=len(task.targets),
     )
 
@@ -320,7 +320,8 @@ class _TaskPlay:
                     stage.check()
                     progress.advance(episodes)
 
-                self.played = self._results(player.play(**self._list, on_episode=advance))
+                played = player.play(**self._list, on_episode=advance, seed=task.seed)
+                self.played = self._results(played)
         except Exception as error:
             self.played = error
 

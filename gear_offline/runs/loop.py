@@ -30,6 +30,7 @@ from gear_offline.core.torch_state import torch_threads
 from gear_offline.distributed.world import World, current, open_world, rank_device, resolve_device
 from gear_offline.errors import GearError
 from gear_offline.evaluation.choose import check_judged
+from gear_offline.runs.acting import RunActors
 from gear_offline.runs.callbacks import Callback, Callbacks, recipe_callbacks
 from gear_offline.runs.data import open_growing, prepare_dataset
 from gear_offline.runs.directory import RunDirectory, default_run_path
@@ -205,6 +206,9 @@ class LiveRun(Closing):
         seconds = restore(learner, folder, partial(say, quiet=quiet))
         self.evaluations: RunEvaluations | None = None
         self.writer: RunWriter | None = None
+        self._actors: RunActors | None = None
+        if (count := learner.recipe.data.actors) is not None:
+            self._actors = RunActors(learner, count, quiet=quiet)
         if directory is not None:
             recipe, step = learner.recipe, learner.step
             directory.begin(recipe, step=step)
@@ -242,7 +246,12 @@ class LiveRun(Closing):
         )
 
     def admit(self) -> None:
-        """Admit appended data before a step; stop where Ctrl-C comes while they are waited for."""
+        """Admit appended data before a step; stop where Ctrl-C comes while they are waited for.
+
+        Actors of the run's own play before it.
+        """
+        if self._actors is not None:
+            self._actors.act()
         if not self.learner.admit(lambda: self.stop.signal_name is not None):
             self._stop_if_asked()
 

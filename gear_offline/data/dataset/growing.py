@@ -131,6 +131,10 @@ class GrowingDataset(Closing):
         """Return the dataset as it was before anything was admitted at `step` or later."""
         return self.follow(bisect_left(self._lines, step, key=attrgetter("step")))
 
+    def is_open(self, step: int) -> bool:
+        """True if what is appended now is admitted at `step`: no line says what is."""
+        return self._log >= 0 and not (self._lines and self._lines[-1].step >= step)
+
     def follow(self, admissions: int) -> Dataset:
         """Return the dataset with that many admissions, which another process may have written."""
         if len(self._lines) < admissions:
