@@ -244,6 +244,9 @@ def test_conversions_that_are_refused(folders: Path, tmp_path: Path) -> None:
 
     with go.open_source(folders / "set") as opened:
         assert "too late" in str(error(opened))
+        assert "--video keep" in opened.info.attributes["left_out"][TOP]
+    with pytest.raises(GearError, match="neither"):
+        go.convert(folders / "set", tmp_path / "x", video="both")  # type: ignore[arg-type]
     assert "no column has frames" in str(error(folders / "decoded"))
     assert "no column has frames" in str(error(columns=["observation.state", "actions"]))
     assert "map function" in str(error(map=lambda episode: episode))

@@ -178,7 +178,7 @@ def test_round_trip(raw: bytes) -> None:
 
 
 def test_newer_version_is_refused_in_one_line(raw: bytes) -> None:
-    newer = seal(json.loads(raw) | {"format_version": 2, "news": {"anything": 1}})
+    newer = seal(json.loads(raw) | {"format_version": 3, "news": {"anything": 1}})
     # A later version may seal its manifest otherwise: the version is seen all the same.
     assert refused_manifest(newer) == refused_manifest(newer[:-20]) == "DATASET_DAMAGED"
 

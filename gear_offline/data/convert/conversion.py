@@ -201,6 +201,8 @@ def convert(
     if path is None and reader is not None:
         problem, remedy = "a reader opens a path, not an open source", "give the path, or no reader"
         raise InputError("USAGE", problem, remedy=remedy)
+    if video not in ("decode", "keep"):
+        raise InputError("USAGE", f"video={video!r} is neither", remedy="give decode or keep")
     if path is None and video == "keep":
         problem, remedy = "video=keep comes too late for an open source", "give its path"
         raise InputError("USAGE", problem, remedy=remedy)

@@ -205,7 +205,8 @@ class _Folder:
             dtype = self.dtypes.get(name)
             is_kept = self._keeps_videos and dtype == "video"
             if dtype in ("image", "video") and name not in origins and not is_kept:
-                left_out[name] = f"frames: --columns {together} decodes them"
+                where = ", --video keep leaves them in the videos" * (dtype == "video")
+                left_out[name] = f"frames: --columns {together} decodes them{where}"
             elif dtype == "video" and "timestamp" not in types:
                 raise misfit(f"no timestamp, which tells the frames of {name}", self.path)
             elif dtype == "video":
