@@ -14,6 +14,7 @@ import pytest
 
 import gear_offline as go
 from benchmarks.video import FPS, moving_frames, write_lerobot, write_video
+from gear_offline.batches.tables.joint import Part, join_datasets
 from gear_offline.data.dataset.inspect import print_inspection
 from gear_offline.errors import GearError
 
@@ -113,6 +114,30 @@ def test_a_view_has_its_own_frames(folders: Path) -> None:
         for _ in range(10):
             ours, theirs = next(kept), next(no)
             assert all((ours.states[n] == theirs.states[n]).all() for n in (TOP, LEFT))
+
+
+def test_several_tasks(folders: Path, tmp_path: Path) -> None:
+    def joined(*video: str) -> Any:
+        tasks = []
+        for camera, how in zip((TOP, LEFT), video, strict=True):
+            path, columns = tmp_path / f"{camera}-{how}", [f"observations={camera}", "actions"]
+            columns.append("rewards=timestamp")
+            if not path.exists():
+                go.convert(folders / "set", path, columns=columns, video=how, quiet=True)  # type: ignore[arg-type]
+            tasks.append(Part(name=camera, dataset=go.open_dataset(path)))
+        return join_datasets(tasks)
+
+    options: Any = {"device": "cpu", "context_length": 3}
+    with (
+        go.GearLoader(joined("keep", "keep"), 8, **options) as kept,
+        go.GearLoader(joined("decode", "decode"), 8, **options) as decoded,
+    ):
+        for _ in range(5):
+            assert (next(kept).states == next(decoded).states).all()
+    files = go.open_dataset(tmp_path / f"{TOP}-keep").manifest.source.files
+    assert len(files) == 2  # the rows, and the one camera that is kept
+    error = refusal(lambda: go.GearLoader(joined("keep", "decode"), 8, **options))
+    assert "in some of the datasets" in str(error)
 
 
 @pytest.mark.parametrize("version", ["v2.1", "v3.0"])

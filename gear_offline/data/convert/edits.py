@@ -211,6 +211,9 @@ class Edits:
                 problem = "a map function would get no frames, which stay in videos"
             remedy = "--video keep is for cameras of one LeRobot dataset, without --map"
             raise InputError("USAGE", problem, source.info.uri, remedy)
+        others = {*chain(*(video.files for video in kept.values() if video not in videos.values()))}
+        files = tuple(file for file in source.info.files if file not in others)
+        source.info = replace(source.info, files=files)
         return videos
 
     def describe(self, source: Source, stored: Sequence[ColumnSpec]) -> SourceInfo:
