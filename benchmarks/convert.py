@@ -59,7 +59,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
                 row = {"input": kind, "workers": workers, "megabytes": nbytes // 10**6}
                 row |= {k: round(nbytes / median(v) / 1e6) for k, v in times.items()}
                 if workers == 1:
-                    row["peak_megabytes"] = _peak(source, folder / "memory") // 10**6
+                    row["peak_megabytes"] = find_peak(source, folder / "memory") // 10**6
                 rows.append({**row, **ratios})
             source.unlink()
     return {"unit": "MB/s", "results": rows}
@@ -115,7 +115,7 @@ def _rounds(source: Path, folder: Path, *, rounds: int, workers: int) -> dict[st
     return seconds_of
 
 
-def _peak(source: Path, target: Path) -> int:
+def find_peak(source: Path, target: Path) -> int:
     """Convert in a process of its own; return its peak of resident memory."""
     command = [sys.executable, "-c", _PEAK, str(source), str(target)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)

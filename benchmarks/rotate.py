@@ -149,9 +149,9 @@ def plot(results: dict[str, dict[str, Any]]) -> Figure:
     plots.dress(axes, x="update", y="loss of what is held out")
     plots.ticks_to(axes, results[UNIFORM]["validation_steps"][-1])
     plots.legend(axes)
-    ends = [f"{np.mean(row['last_validation']):.4f} {name}" for name, row in results.items()]
+    texts = [f"{np.mean(row['last_validation']):.4f} {name}" for name, row in results.items()]
     below = f"{SET}, mean of {len(results[UNIFORM]['seeds'])} seeds and its 95 % interval"
-    plots.titles(figure, f"At the end {', '.join(ends)}", below)
+    plots.titles(figure, f"At the end {', '.join(texts)}", below)
     return figure
 
 
