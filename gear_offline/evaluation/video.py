@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.artifacts.records import EvaluationReport, TargetResult, TaskResult
+from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import check_new_file, write_file, writing
 from gear_offline.core.progress import Progress
 from gear_offline.core.text import told_apart
@@ -29,7 +30,7 @@ from gear_offline.evaluation.environments import (
     is_atari,
     make_environment,
 )
-from gear_offline.evaluation.tasks import EvaluationTask
+from gear_offline.evaluation.tasks import EvaluationTask, PlayOptions, choose_tasks
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -48,6 +49,14 @@ def check_suffix(path: Path) -> None:
             f"write it like {path.stem or 'video'}.gif",
         )
         raise InputError("USAGE", problem, where=str(path), remedy=remedy)
+
+
+def plan_tasks(recipe: Recipe, options: PlayOptions) -> list[EvaluationTask]:
+    """Choose the tasks of a run to play; refuse to overwrite a video."""
+    tasks = choose_tasks(recipe, options)
+    if options.video is not None:
+        check_files(options.video, tasks)
+    return tasks
 
 
 def check_files(path: Path, tasks: Sequence[EvaluationTask]) -> None:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from gear_offline.artifacts.checkpoint import open_trained, while_removed
 from gear_offline.config.arguments import check_arguments
-from gear_offline.config.recipe import Recipe
-from gear_offline.evaluation.tasks import EvaluationTask, PlayOptions, choose_tasks, read_options
-from gear_offline.evaluation.video import check_files, check_suffix
+from gear_offline.evaluation.tasks import PlayOptions, read_options
+from gear_offline.evaluation.video import check_suffix, plan_tasks
 
 if TYPE_CHECKING:
     from gear_offline.artifacts.records import EvaluationReport
@@ -119,11 +118,3 @@ def _evaluate(options: PlayOptions) -> EvaluationReport:
     from gear_offline.runs.evaluation import evaluate_run
 
     return evaluate_run(options, saved, tasks)
-
-
-def plan_tasks(recipe: Recipe, options: PlayOptions) -> list[EvaluationTask]:
-    """Choose the tasks of a run to play; refuse to overwrite a video."""
-    tasks = choose_tasks(recipe, options)
-    if options.video is not None:
-        check_files(options.video, tasks)
-    return tasks

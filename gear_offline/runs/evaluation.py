@@ -19,8 +19,7 @@ from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.play import play_tasks, timestep_warning
 from gear_offline.evaluation.tasks import EvaluationTask, PlayOptions, say_choice
-from gear_offline.evaluation.video import check_video, write_videos
-from gear_offline.runs.evaluate import plan_tasks
+from gear_offline.evaluation.video import check_video, plan_tasks, write_videos
 
 
 def evaluate_run(
