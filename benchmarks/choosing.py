@@ -1,4 +1,4 @@
-"""How well `gear_offline.choose` finds the best of policies whose true returns are known.
+"""Measure how well `gear_offline.choose` finds the best of policies with known true returns.
 
     python -m benchmarks.choosing data/Hopper data/HalfCheetah --out choosing
 

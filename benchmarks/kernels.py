@@ -1,4 +1,4 @@
-"""What each kernel of our own adds to a training step: steps/s of the paper's model without it.
+"""Measure the gain of each kernel of our own: training steps/s of the paper's model without it.
 
 Each row trains as ``train paper`` does, one compiled CUDA graph a step in bfloat16, with one part
 replaced by PyTorch's: AdamW and clipping by ``torch.optim.AdamW(fused=True, capturable=True)`` and

@@ -92,7 +92,7 @@ def _data(quick: bool) -> Iterator[Path]:
 
 
 def _score(options: dict[str, Any], out: Path) -> tuple[float, float]:
-    """Return what a run scored, and the seconds from its start to that."""
+    """Return a run's score, and the seconds from its start to the score."""
     began = time.time()
     seed = SystemRandom().randrange(2**31)
     command = [sys.executable, "-c", RUN, json.dumps(options | {"seed": seed}), str(out)]

@@ -91,7 +91,7 @@ class GearTrainer(Trainer):
 
 
 class Batches:
-    """What the `Trainer` iterates over: dictionaries of model inputs, without end."""
+    """Batches for the `Trainer`: dictionaries of model inputs, without end."""
 
     def __init__(self, loader: GearLoader) -> None:
         self.loader = loader

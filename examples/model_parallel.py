@@ -27,7 +27,7 @@ from gear_offline.loaders.batch import Batch
 
 
 def read_bytes() -> int:
-    """Return what this process has read from files so far."""
+    """Return the bytes that this process has read from files so far."""
     words = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(words["rchar"])
 

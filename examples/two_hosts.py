@@ -43,7 +43,7 @@ def episodes(state_dim: int) -> Iterator[dict[str, Any]]:
 
 
 def try_road(dataset: go.Dataset, road: str, batch: int, device: torch.device, world: Any) -> str:
-    """Return what came of a road: right batches and their rate, or the error."""
+    """Compare and time batches by a road; return a line: their rate, or the error."""
     options: dict[str, Any] = {"batch_size": batch * world.size, "context_length": 20, "seed": 1}
     spread: dict[str, Any] = {"sharding": "shard", "exchange": road}
     try:

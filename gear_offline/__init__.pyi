@@ -1,4 +1,4 @@
-"""Where the public names of gear_offline are defined: `__init__.py` loads them on first use."""
+"""The public names of gear_offline and their modules: `__init__.py` loads them on first use."""
 
 from gear_offline.analysis.audit import audit as audit
 from gear_offline.analysis.blame import blame as blame

@@ -341,7 +341,7 @@ class GearLoader(Closing, Iterator[Batch]):
 
     @property
     def extra_gathers(self) -> list[tuple[ExtraGather, GpuGather]]:
-        """What the GPU gathers beside windows: goals, chunks."""
+        """Gathers of the GPU beside windows: goals, chunks."""
         return [pair for pair in self.rows.extra_gathers if isinstance(pair[1], GpuGather)]  # type: ignore[misc]
 
     @property

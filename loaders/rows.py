@@ -193,7 +193,7 @@ class RowOpener:
 
     @cached_property
     def _extra_gathers(self) -> list[ExtraGather]:
-        """What is gathered beside windows."""
+        """Gathers beside windows: goals, chunks."""
         span, chunk = self.options.context_length, self.options.chunk
         goals: list[ExtraGather] = [] if self.goals is None else [self.goals]
         return goals if chunk is None else [*goals, Chunks(self._index, span, chunk)]

@@ -230,7 +230,7 @@ def side_by_side(
 def _extras(
     extra_gathers: Sequence[tuple[ExtraGather, GpuGather]], gathered: Sequence[Windows]
 ) -> dict[str, Tensor]:
-    """Return what extra gathers have gathered, by the names of extras."""
+    """Return the tensors of extra gathers, by the names of extras."""
     extras = dict[str, Tensor]()
     for (extra, _), windows in zip(extra_gathers, gathered, strict=True):
         extras |= extra.tensors(windows)

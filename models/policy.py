@@ -681,7 +681,7 @@ def make_window(
 
 
 def as_actions(model: SequenceModel, action: Tensor, noise: Tensor | float = 0.0) -> Tensor:
-    """Return what a model gave as actions (n, A) float32, or (n,) int64 of logits and noise."""
+    """Turn a model's output into actions: (n, A) float32, or (n,) int64 of logits and noise."""
     if not model.facts.discrete:
         return action.float()
     return (action + noise).argmax(-1) if action.is_floating_point() else action.long()

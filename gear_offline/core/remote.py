@@ -36,7 +36,7 @@ VERSION_FACTS = "etag|hash|md5|sha|blob_id|generation|creat|modif|mtime|updated"
 
 
 class Version(NamedTuple):
-    """What a server says of a file; another content has another version."""
+    """A server's facts of a file; another content has another version."""
 
     tag: str  # "": the server tells none
     size: int | None

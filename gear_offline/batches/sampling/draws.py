@@ -199,7 +199,7 @@ class Sampler(ABC):
 
     @property
     def loss_sampler(self) -> Prioritized | None:
-        """What learns from losses: this one, or a part of it."""
+        """The sampler that learns from losses: this one, or a part of it."""
         return self.learner
 
     @property

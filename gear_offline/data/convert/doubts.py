@@ -58,7 +58,7 @@ def doubt_columns(source: Source, edits: Edits, stored: Sequence[ColumnSpec]) ->
 
 
 def _lacking(names: Iterable[str]) -> list[str]:
-    """Return what is required and is not among columns, nor above one."""
+    """Return the required columns that are neither there nor above one that is."""
     groups = {name.split("/")[0] for name in names}
     return [name for name in REQUIRED if name not in groups]
 

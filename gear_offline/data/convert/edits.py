@@ -49,7 +49,7 @@ MAX_WIDTH = 2 << 20  # numbers a step: the statistics of each take 90 bytes of a
 
 @dataclass(frozen=True, kw_only=True)
 class Edits:
-    """What a conversion makes of its source, in this order; a worker makes the same."""
+    """The edits of a conversion, in this order; a worker makes the same."""
 
     rule: str | None = None  # where episodes end; None: as the source says
     keeps_videos: bool = False  # a column of frames holds references to them

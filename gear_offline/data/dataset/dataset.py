@@ -212,7 +212,7 @@ class Dataset:
 
     @property
     def member(self) -> Member | None:
-        """Which episodes of a dataset, from a number on, a view gets as it grows; None: none."""
+        """Choose the episodes, from a number on, that a view gets as it grows; None: none."""
         return self.view.member if self.view else None
 
     @cached_property

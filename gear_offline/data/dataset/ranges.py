@@ -128,7 +128,7 @@ def largest_block(manifest: Manifest) -> int:
 
 @dataclass(frozen=True)
 class Ranges:
-    """Where a dataset's shards are read by ranges, and the cache."""
+    """The address of a dataset's shards that are read by ranges, and the cache."""
 
     address: str = field(repr=False)
     cache: BlockCache

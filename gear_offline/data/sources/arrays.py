@@ -186,9 +186,9 @@ def from_arrays(
 def read_episodes(
     episodes: Iterable[Mapping[str, Any]], store: Callable[[Columns], Any] = dict
 ) -> tuple[list[Any], BoolArray, list[str]]:
-    """Return what `store` makes of the columns of each of some episodes, by default themselves.
+    """Apply `store` to the columns of each episode; by default return them as they are.
 
-    Also which terminated, (E,), and doubts about that.
+    Also return which terminated, (E,), and doubts about that.
     """
     read, ends, digests = list[Any](), list[dict[str, bool]](), list[dict[str, str]]()
     for number, episode in enumerate(episodes):

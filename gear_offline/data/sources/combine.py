@@ -158,7 +158,7 @@ def _merge(infos: Iterable[SourceInfo], fact: str) -> dict[str, Any]:
 def _join_facts(
     infos: Sequence[SourceInfo],
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Return what all parts have alike, of them and of their steps; warnings, and what differs."""
+    """Return the facts that all parts share, also of their steps; warnings, and differences."""
     warnings = [(i.uri, text) for i in infos for text in i.attributes.get("warnings", ())]
     count = Counter(text for _, text in warnings)  # what several parts say is said once
     notes = [text if count[text] > 1 else f"{uri}: {text}" for uri, text in warnings]

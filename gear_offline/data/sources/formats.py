@@ -69,7 +69,7 @@ FILE_FORMATS = tuple(form for form in FORMATS if form.is_folder is None)
 
 
 def list_formats() -> str:
-    """Return what is accepted, for a remedy."""
+    """Name the accepted formats, for a remedy."""
     *suffixes, last = (suffix for form in FILE_FORMATS for suffix in form.suffixes)
     files = f"a {', '.join(suffixes)} or {last} file, a folder of them"
     names = ", ".join(["an address, https://...", *(form.names for form in FORMATS if form.names)])
