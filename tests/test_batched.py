@@ -323,3 +323,15 @@ def test_who_cannot_act_by_itself_is_told(walks: Path, tmp_path: Path) -> None:
             go.train("online-room", own, out=tmp_path / "run", quiet=True)
     with one_error("RECIPE", "actors.*need admit_every"):
         go.load_recipe("online-room", ["data.admit_every=null", "data.max_size=null"])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_run_finds_a_hidden_goal_by_what_it_plays(tmp_path: Path) -> None:
+    """Walks at random rarely meet the goal; those of a run that acts by itself go there."""
+    words = [f"data.path={tmp_path}/data", "data.actors=256", "train.steps=600", "train.threads=1",
+             "train.trackers=[]", "evaluate.episodes=5"]  # fmt: skip
+    run = go.train("online-room", words, out=tmp_path / "run", quiet=True)
+    returns = go.open_dataset(tmp_path / "data").returns
+    assert returns[:500].mean() < 0.5 < 10.0 < returns[-256:].mean() <= 14.0
+    assert run.evaluate(episodes=5, quiet=True).mean_return == 14.0
