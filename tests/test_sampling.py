@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.batches.sampling import (
+    CumulativeWeights,
     Facts,
     HostFunction,
     PartWeights,
@@ -388,3 +389,14 @@ def test_weights_of_ones_own_are_one_an_episode(weights: Any) -> None:
     strategy("own")(lambda facts: weights)
     with one_error("SELECTION", "6 weights are needed"):
         make("own", {}, LENGTHS)
+
+
+def test_episodes_that_crowd_a_range_of_the_guide_are_found_as_by_a_search() -> None:
+    weights = np.ones(4001)  # several share a range beside the one that has nearly everything
+    weights[2000] = 1e5
+    sampler = CumulativeWeights(EpisodeIndex(np.ones(4001, np.int64)), weights)
+    drawn = sampler.sample(5, 0, 20, 1000).episodes.ravel()
+    raw = np.random.Philox(key=np.array([5, 0], np.uint64)).random_raw(40_000)[::2]
+    ends = np.cumsum(weights) / weights.sum()
+    np.testing.assert_array_equal(drawn, np.searchsorted(ends, raw * 2.0**-64, side="right"))
+    assert np.count_nonzero(drawn != 2000) > 500
