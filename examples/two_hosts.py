@@ -3,7 +3,7 @@
 On every host, with the same free port, and NUMBER 0 on HOST, 1 on the next:
 
     torchrun --nnodes 2 --node-rank NUMBER --master-addr HOST --master-port 29400 \
-        --nproc-per-node gpu examples/two_hosts.py > two-hosts.txt
+        --nproc-per-node gpu examples/two_hosts.py > two-hosts.txt   # without GPUs 1
 
 Every process poses as a node, writes the same made data, and keeps its share.  By each road 200
 batches are compared, row by row, with those of a loader that has all rows; then 500 are timed.
@@ -14,6 +14,7 @@ The page of the first process has everything; send it with the output of `nvidia
 import argparse
 import os
 import platform
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -88,12 +89,15 @@ def main() -> None:
             dataset = go.open_dataset(path)
             for road in roads:
                 told = world.gather(try_road(dataset, road, batch, device, world))
-                lines.append(f"{window}, {road}: {'; '.join(dict.fromkeys(told))}")
+                each = [f"rank {rank} {text}" for rank, text in enumerate(told)]
+                lines.append(
+                    f"{window}, {road}: {told[0] if len({*told}) == 1 else '; '.join(each)}"
+                )
                 if world.is_first:
-                    print(lines[-1], flush=True)
+                    print(lines[-1], file=sys.stderr, flush=True)
         if world.is_first:
             lines.insert(0, f"gear_offline {go.__version__}, {machine()}")
-            print("", *lines, sep="\n", flush=True)
+            print(*lines, sep="\n", flush=True)
 
 
 if __name__ == "__main__":
