@@ -62,6 +62,12 @@ class RunActors:
         text = f"acts in {count_text(count, 'environment')} of {name} on {learner.device}"
         says = "by turns with training: order and replay are exact"
         say(f"{recipe.name}: {text}, {says}", quiet=quiet)
+        growing, step = learner.growing, learner.step
+        if growing is not None and (last := growing.last_step) >= step and not recipe.data.replay:
+            text = f"looks up to step {last:,} are as {recipe.data.path} has them, of this run or "
+            text += "another; it acts behind them"
+            remedy = "" if step else ": to act from the beginning, give another data.path"
+            say(f"{recipe.name}: {text}{remedy}")
 
     def act(self) -> None:
         """Play an episode in each environment and append it, where a look is due and open."""
@@ -75,4 +81,7 @@ class RunActors:
         first, seed = (int(number) for number in drawn)
         seeds, targets = range(first, first + self._count), [self._target] * self._count
         played = self._play.play(seeds, targets, seed=seed)
-        self._appender.append(self._play.episodes(played))
+        piece = self._appender.append(self._play.episodes(played))
+        # the same under an older time: of this run, killed before it admitted them
+        for again in {*piece.parent.glob(f"*-{piece.name.partition('-')[2]}")} - {piece}:
+            again.unlink(missing_ok=True)

@@ -173,10 +173,13 @@ class Learner:
             items.insert(dataset)
             return items.missing()
 
+        # what a run's own actors had appended before it was killed belongs to a look to come
+        waits = data.actors is not None and not growing.is_open(self.step)
+
         self.world.lead(
             lambda: growing.admit(
                 self.step,
-                may_admit=items.may_admit,
+                may_admit=(lambda episodes, behind: False) if waits else items.may_admit,
                 missing=missing,
                 timeout=timeout,
                 is_stopped=is_stopped,

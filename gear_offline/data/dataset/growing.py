@@ -133,7 +133,12 @@ class GrowingDataset(Closing):
 
     def is_open(self, step: int) -> bool:
         """True if what is appended now is admitted at `step`: no line says what is."""
-        return self._log >= 0 and not (self._lines and self._lines[-1].step >= step)
+        return self._log >= 0 and self.last_step < step
+
+    @property
+    def last_step(self) -> int:
+        """The learner's step of the last line; -1: there is none."""
+        return self._lines[-1].step if self._lines else -1
 
     def follow(self, admissions: int) -> Dataset:
         """Return the dataset with that many admissions, which another process may have written."""
