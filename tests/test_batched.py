@@ -2,6 +2,9 @@
 
 import importlib.util
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +239,67 @@ def test_evaluate_plays_an_own_class_as_a_plain_loop(tmp_path: Path) -> None:
     assert len({*report.targets[0].lengths}) > 1
 
 
+WRONG = """
+
+class Column(Points):
+    def step(self, actions):
+        seen, rewards, ended, cut = super().step(actions)
+        return seen, rewards[:, None], ended, cut
+
+
+class OneOfAll(Points):
+    def reset(self, starts, where):
+        return super().reset(starts, where)[:1]
+
+
+class Empty(Points):
+    def step(self, actions):
+        seen, rewards, ended, cut = super().step(actions)
+        return seen, rewards * float("nan"), ended | True, cut
+
+
+class Begun(Points):
+    def reset(self, starts, where):  # what is no matter of the mask's is anything
+        return torch.where(where[:, None], super().reset(starts, where), 7.0)
+
+    def step(self, actions):
+        results = super().step(actions)
+        actions.zero_()
+        return results
+"""
+
+
+def test_what_an_own_class_gives_is_looked_at(tmp_path: Path) -> None:
+    """No shape is stretched, no NaN counts, and the last reward is a reward."""
+    file = written(tmp_path)
+    Path(file).write_text(Path(file).read_text() + WRONG)
+    names = {name: f"{file}:{name}" for name in ("Points", "Column", "OneOfAll", "Empty", "Begun")}
+    admit([*names.values()])
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"state_dim": 1, "action_dim": 1, "context_length": 3}
+    model = build_model(max_timestep=20, hidden_size=16, layers=1, heads=1, **sizes)
+    scales: dict[str, Any] = {"state_mean": None, "state_std": None}
+    scales |= {"returns_scale": 9.0, "context_length": 3}
+
+    def played(name: str, count: int = 5) -> tuple[list[float], Any]:
+        facts = probe(names[name], {"max_episode_steps": 12})
+        environments = make(names[name], count)
+        play = BatchedPlay(Policy(model, **scales), environments, facts, total=5, keep=1)
+        results = play.play(range(5), [-3.0] * 5)
+        return results.returns.tolist(), results.actions[0]
+
+    with one_error("ENVIRONMENT", r"step\(\) gave .*\(5, 1\) on cpu.* not"):
+        played("Column")
+    with one_error("ENVIRONMENT", r"reset\(\) gave \(1, 1\) on cpu, not \(5, 1\) on cpu"):
+        played("OneOfAll")
+    for count in (2, 5):  # with 5 each reward is an environment's last
+        with one_error("ENVIRONMENT", "a reward that is NaN"):
+            played("Empty", count)
+    (mine, actions), (theirs, expected) = played("Begun"), played("Points")
+    assert mine == theirs and len({*mine}) == 5
+    assert (actions == expected).all() and actions.any()
+
+
 @pytest.mark.parametrize("draws", [False, True])
 @pytest.mark.gpu
 @NEEDS_GPU
@@ -308,6 +372,45 @@ def test_a_run_that_acts_by_itself_repeats_bit_for_bit(
     shutil.copytree(tmp_path / "first" / "data", tmp_path / "replayed" / "data")
     replayed = train("replayed", "data.replay=true", quiet=True)
     assert learnt(first)["model"] == learnt(replayed)["model"]
+
+
+KILLED = """
+import os, signal, sys
+import gear_offline as go
+
+append, count = go.Appender.append, 0
+def killed(self, episodes):
+    global count
+    path = append(self, episodes)
+    count += 1
+    if count == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return path
+go.Appender.append = killed
+go.train("online-room", sys.argv[3:], out=sys.argv[2], quiet=True)
+"""
+
+
+def test_a_run_killed_behind_its_actors_is_as_one_that_was_not(
+    walks: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    """What it had appended and not admitted counts once; a run on grown data says who acted."""
+    weights, own = list[Any](), list[str]()
+    for name, number in (("whole", 0), ("first", 1), ("second", 2)):
+        data, out = tmp_path / name / "data", tmp_path / name / "run"
+        shutil.copytree(walks, data)
+        own = [*ACTING, f"data.path={data}", "data.collect=null", "train.device=cpu"]
+        if number:
+            command = [sys.executable, "-c", KILLED, str(number), str(out), *own]
+            assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+        go.train("online-room", own, out=out, resume=bool(number), quiet=True)
+        weights.append(learnt(out)["model"])
+        assert len(go.open_dataset(data)) == 20 + 4 * 8
+    assert weights[0] == weights[1] == weights[2]
+    capsys.readouterr()
+    go.train("online-room", [*own, "seed=1"], out=tmp_path / "other", quiet=True)
+    told = capsys.readouterr().err
+    assert "looks up to step 12 are as" in told and "give another data.path" in told
 
 
 def test_who_cannot_act_by_itself_is_told(walks: Path, tmp_path: Path) -> None:

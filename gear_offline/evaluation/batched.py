@@ -52,7 +52,7 @@ class BatchedEnvironment(ABC):
     def reset(self, starts: Tensor, where: Tensor) -> Tensor:
         """Begin episodes with `starts` (N, ...) in the environments of a mask (N,).
 
-        Returns the observations (N, S) of all, float32.
+        Returns observations (N, S), float32, of which those of the mask are looked at.
         """
 
     @abstractmethod
@@ -85,12 +85,12 @@ class Single(gymnasium.Env[Array, Any]):
         super().reset(seed=seed)
         seed = int(self.np_random.integers(1 << 31)) if seed is None else seed
         starts = self._batched.starts(np.array([seed]))
-        return self._batched.reset(starts, torch.ones(1, dtype=torch.bool))[0].numpy(), {}
+        return self._batched.reset(starts, torch.ones(1, dtype=torch.bool))[0].numpy().copy(), {}
 
     def step(self, action: Any) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         results = self._batched.step(torch.as_tensor(np.asarray(action))[None])
         observation, reward, terminated, truncated = (values[0] for values in results)
-        return observation.numpy(), float(reward), bool(terminated), bool(truncated), {}
+        return observation.numpy().copy(), float(reward), bool(terminated), bool(truncated), {}
 
 
 class DLPackEnvironment(BatchedEnvironment):
@@ -225,4 +225,6 @@ def make_batched(
     found = find_batched(environment_id, options)
     assert found is not None, "asked for behind find_batched"
     own = {key: value for key, value in options.items() if key != "max_episode_steps"}
-    return guard(environment_id, "making it", found, count, device, **own)
+    made = guard(environment_id, "making it", found, count, device, **own)
+    made.count, made.device = count, device  # also of one that leaves `super().__init__` out
+    return made

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gear_offline.core.torch_state import torch_defaults
 from gear_offline.core.types import Array
+from gear_offline.errors import InputError
 from gear_offline.evaluation.batched import BatchedEnvironment
 from gear_offline.evaluation.environments import EnvironmentFacts, finite_actions, guard, not_finite
 from gear_offline.evaluation.rollout import Episodes
@@ -69,7 +70,7 @@ class BatchedPlay:
         self._done = zeros(count, width, dtype=f64)
         self._seen = zeros(count, facts.state_size, dtype=torch.float32)
         # of each episode, nobody's included
-        self._starts = environments.starts(np.zeros(total + 1, np.int64))
+        (self._starts,) = self._ask("starts", [(total + 1, ...)], np.zeros(total + 1, np.int64))
         self._asked, self._returns = zeros(total + 1, dtype=f64), zeros(total + 1, dtype=f64)
         self._lengths, self._terminated = zeros(total + 1), zeros(total + 1, dtype=torch.bool)
         self._next, self._time, self._wrong = zeros(1), zeros(1), zeros(2, dtype=torch.bool)
@@ -128,7 +129,7 @@ class BatchedPlay:
                         self._advance(min(step + 1, length) if short else length)
                     now, *wrong = self._state()
                 steps += look
-                if wrong[0]:
+                if wrong[0]:  # whichever came first
                     finite_actions(np.array(np.nan))
                 if wrong[1]:
                     raise not_finite("an observation or a reward", environment_id)
@@ -168,8 +169,7 @@ class BatchedPlay:
             self._fill(seeds, targets)
 
     def _fill(self, seeds: Array, targets: Array) -> None:
-        starts = self._guard("starts", self._environments.starts, seeds)
-        self._starts[:-1] = starts
+        self._starts[:-1] = self._ask("starts", [(self.total, ...)], seeds)[0]
         self._asked[:-1] = torch.from_numpy(targets).to(self._asked)
         self._episode.copy_(self._rows.clamp(max=self.total))
         self._next.fill_(len(self._rows))
@@ -178,13 +178,35 @@ class BatchedPlay:
         self._targets.copy_(self._asked[self._episode])
         everywhere = torch.ones_like(self._rows, dtype=torch.bool)
         begun = self._starts[self._episode]
-        self._seen.copy_(self._guard("reset", self._environments.reset, begun, everywhere))
+        self._seen.copy_(self._ask("reset", [self._seen.shape], begun, everywhere)[0])
 
-    def _guard(self, name: str, call: Callable[..., Any], *words: Any) -> Any:
-        return guard(self.facts.environment_id, f"{name}()", call, *words)
+    def _ask(self, name: str, shapes: Sequence[tuple[Any, ...]], *words: Any) -> Sequence[Tensor]:
+        """Call the environments; refuse anything but tensors of such shapes on their device."""
+        environments, environment_id = self._environments, self.facts.environment_id
+        given = guard(environment_id, f"{name}()", getattr(environments, name), *words)
+        several = len(shapes) > 1 and isinstance(given, tuple | list)
+        values = tuple(given) if several else (given,)
+        device = environments.device
+
+        def fits(value: Any, shape: tuple[Any, ...]) -> bool:
+            if not isinstance(value, Tensor) or value.device.type != device.type:
+                return False
+            same = value.shape[:1] == shape[:1] if shape[-1] is ... else value.shape == shape
+            return bool(same)
+
+        if len(values) == len(shapes) and all(map(fits, values, shapes)):
+            return values
+        texts = ", ".join(
+            f"{tuple(v.shape)} on {v.device}" if isinstance(v, Tensor) else type(v).__name__
+            for v in values
+        )
+        expected = ", ".join(str((*shape,)).replace("Ellipsis", "...") for shape in shapes)
+        problem = f"{name}() gave {texts}, not {expected} on {device}"
+        remedy = "give tensors of these shapes, as go.BatchedEnvironment says"
+        raise InputError("ENVIRONMENT", problem, environment_id, remedy)
 
     def _act(self, filled: int) -> Tensor:
-        """Choose actions (N, A) or (N,), within the bounds."""
+        """Choose actions (N, A) or (N,)."""
         policy, generator = self.policy, self._generator
         states = self._seen.to(self._dtype)
         if self._moments:
@@ -198,20 +220,24 @@ class BatchedPlay:
         counts = torch.stack([self._rows, self._steps, self._steps], 1).double()
         asked = policy.window.returns(self._targets)[:, None]
         numbers = torch.cat([counts, self._done, asked.double(), noise], 1)
-        actions = policy._step(numbers, {next(iter(policy.columns)): states.float()}, filled)
-        self._wrong[0] |= ~torch.isfinite(actions).all()
-        return actions if self.facts.discrete else actions.clamp(*self._bounds)
+        return policy._step(numbers, {next(iter(policy.columns)): states.float()}, filled)
 
     def _advance(self, filled: int) -> None:
         """Act, step, note results, and begin the episodes that are next."""
         window: Any = self.policy.window  # its arithmetic is that of tensors, too
-        total, before = self.total, self._seen.clone()
-        actions = self._act(filled)
-        results = self._guard("step", self._environments.step, actions)
+        total, before, playing = self.total, self._seen.clone(), self._episode < self.total
+        actions, each = self._act(filled), self._rows.shape
+        acted = torch.isfinite(actions).reshape(len(self._rows), -1).all(1)
+        actions = actions if self.facts.discrete else actions.clamp(*self._bounds)
+        # copies go there: whoever gets them may write into them
+        results = self._ask("step", [before.shape, each, each, each], actions.clone())
         rewards, ended, cut = results[1].double(), results[2].bool(), results[3].bool()
+        seen = torch.isfinite(before).all(1)
+        wrong = torch.stack([seen & ~acted, ~seen | (acted & ~torch.isfinite(rewards))])
+        self._wrong |= (wrong & playing).any(1) & ~self._wrong.any()
         self._steps += 1
         self._sums += rewards
-        over = (ended | cut | (self._steps >= self._limit)) & (self._episode < total)
+        over = (ended | cut | (self._steps >= self._limit)) & playing
         for kept, values in zip(self._kept, (before, actions, rewards), strict=True):
             kept.index_copy_(0, self._time, values[None, : self._keep].to(kept))
         self._time.add_(1).clamp_(max=self._limit)
@@ -231,7 +257,5 @@ class BatchedPlay:
         self._episode.copy_(episode)
         self._steps.masked_fill_(over, 0)
         self._sums.masked_fill_(over, 0.0)
-        seen = self._guard("reset", self._environments.reset, self._starts[episode], over)
-        self._seen.copy_(seen)
-        finite = torch.isfinite(seen).all(1) & torch.isfinite(rewards)
-        self._wrong[1] |= ~(finite | (episode == total)).all()
+        (begun,) = self._ask("reset", [before.shape], self._starts[episode], over.clone())
+        self._seen.copy_(torch.where(over[:, None], begun, results[0]))
