@@ -25,6 +25,7 @@ from torch import Tensor
 
 from benchmarks.common import wait
 from gear_offline.artifacts.checkpoint import Keep
+from gear_offline.batches.tables.fields import Window
 from gear_offline.config.recipe import load_recipe
 from gear_offline.core.progress import Progress
 from gear_offline.distributed.world import World
@@ -153,9 +154,10 @@ class _Trained:
             world=World(),
             recipe=self.recipe,
             model=self.model,
-            loader=SimpleNamespace(state_dict=dict),
-            state_mean=None,
-            state_std=None,
+            loader=SimpleNamespace(
+                state_dict=dict, window=Window(context_length=CONTEXT, returns_scale=1.0)
+            ),
+            optimizer=SimpleNamespace(describe=list),
             parallel=SimpleNamespace(sharded=False),
             device=next(self.model.parameters()).device,
             tensors=lambda: moments,

@@ -31,7 +31,7 @@ from gear_offline.loaders.loader import GearLoader
 from tests.kernels_on_cpu import on_cpu
 from tests.support import make_dataset
 
-ON_A_CPU = ("loader", "load", "select")  # of a few seconds
+ON_A_CPU = ("loader", "load", "select", "save")  # of a few seconds
 
 
 @pytest.fixture(autouse=True)
