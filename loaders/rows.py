@@ -268,7 +268,8 @@ class RowOpener:
         if no_peers is not None and self.options.exchange == "peer":
             remedy = "use loader.exchange=auto"
             raise UnavailableError("EXCHANGE", f"no peers: {no_peers}", remedy=remedy)
-        if self.world.is_first and self.device.type == "cuda":
+        asked = self.options.exchange in ("auto", "peer") and self.device.type == "cuda"
+        if asked and self.world.is_first:
             says = "none, rows are read in the memory of their GPUs (every rank maps it)"
             say(f"exchange: {says if no_peers is None else f'not in place: {no_peers}'}")
 
