@@ -8,6 +8,7 @@ single rounds.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -28,13 +29,15 @@ from gear_offline.data.convert.conversion import convert
 STEP_BYTES = 4 * (11 + 3 + 11 + 1) + 2
 KINDS: dict[str, dict[str, Any]] = {"contiguous": {}, "gzip": {"compression": "gzip"}}
 _PEAK = """
-import sys
+import json, sys, time
 from pathlib import Path
 from gear_offline.data.convert.conversion import convert
-convert(sys.argv[1], Path(sys.argv[2]), quiet=True)
+began = time.perf_counter()
+convert(sys.argv[1], Path(sys.argv[2]), quiet=True, **json.loads(sys.argv[3]))
+seconds = time.perf_counter() - began
 # Not getrusage: its maximum survives exec, so it would be the parent's.
 lines = Path("/proc/self/status").read_text().splitlines()
-print(*(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")))
+print(*(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), seconds)
 """
 
 
@@ -59,7 +62,8 @@ def run(*, quick: bool = False) -> dict[str, Any]:
                 row = {"input": kind, "workers": workers, "megabytes": nbytes // 10**6}
                 row |= {k: round(nbytes / median(v) / 1e6) for k, v in times.items()}
                 if workers == 1:
-                    row["peak_megabytes"] = find_peak(source, folder / "memory") // 10**6
+                    row["peak_megabytes"] = convert_apart(source, folder / "memory")[0] // 10**6
+                    shutil.rmtree(folder / "memory")
                 rows.append({**row, **ratios})
             source.unlink()
     return {"unit": "MB/s", "results": rows}
@@ -115,9 +119,9 @@ def _rounds(source: Path, folder: Path, *, rounds: int, workers: int) -> dict[st
     return seconds_of
 
 
-def find_peak(source: Path, target: Path) -> int:
-    """Convert in a process of its own; return its peak of resident memory."""
-    command = [sys.executable, "-c", _PEAK, str(source), str(target)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    shutil.rmtree(target)
-    return int(done.stdout)
+def convert_apart(source: Path, target: Path, **options: Any) -> tuple[int, float]:
+    """Convert in a process without torch; return its peak of resident memory, and seconds."""
+    words = [sys.executable, "-c", _PEAK, str(source), str(target), json.dumps(options)]
+    done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
+    peak, seconds = done.stdout.split()
+    return int(peak), float(seconds)
