@@ -3,6 +3,7 @@
 Shape legend: N rows, E episodes, T steps of an episode.
 """
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,7 @@ def test_flags_in_memory_are_true_or_false() -> None:
 @settings(max_examples=20)
 @given(which=st.lists(st.integers(0, 5), min_size=1, max_size=6, unique=True))
 def test_picked_episodes_are_those_of_the_source(which: list[int]) -> None:
-    lengths = [3, 1, 4, 1, 5, 9]
+    lengths = [3, 1, 4_000, 1, 5, 9]  # some close by, some far from each other
     source = ArraySource(hopper_columns(sum(lengths)), lengths)
     wanted = list(iter_episodes(source))
     picked = pick_episodes(source, which)
@@ -180,6 +181,10 @@ def test_picked_episodes_are_those_of_the_source(which: list[int]) -> None:
     assert picked.terminated.tolist() == source.terminated[which].tolist()
     for found, number in zip(iter_episodes(picked), which, strict=True):
         assert all(found[k].tobytes() == wanted[number][k].tobytes() for k in found)
+    rewards = np.concatenate([wanted[number]["rewards"] for number in which])
+    cuts = [*range(0, len(rewards), 7), len(rewards)]  # rows are read without a look at episodes
+    read = [picked.read("rewards", *two) for two in pairwise(cuts)]
+    assert np.concatenate(read).tobytes() == rewards.tobytes()
     mask: npt.NDArray[np.bool_] = np.isin(np.arange(6), which)
     assert pick_episodes(source, mask).episodes.lengths.tolist() == [
         lengths[i] for i in sorted(which)

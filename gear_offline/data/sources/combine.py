@@ -25,7 +25,7 @@ import numpy.typing as npt
 from gear_offline.config.arguments import check_arguments
 from gear_offline.config.problems import nearest
 from gear_offline.core.text import count_text
-from gear_offline.core.types import Array
+from gear_offline.core.types import Array, Int64Array
 from gear_offline.data.dataset.dataset import HISTORIES, Dataset, open_dataset
 from gear_offline.data.dataset.manifest import MANIFEST_NAME
 from gear_offline.data.dataset.schema import ColumnSpec, channels_last, parse_episodes
@@ -48,6 +48,8 @@ RECORDS: tuple[str, ...] = (CODES, "warnings", "left_out", "columns_from", "part
 RECORDS += ("parts", "reward_edits", "picked", "options", "edits", "converted_from")
 RECORDS += ("env_id", "env_options")
 FACTS = re.compile(r"fps|freq|hz$|\bdt$|\brate|env|robot|embodiment|task|units?$", re.IGNORECASE)
+GAP_BYTES = 128 << 10  # of other episodes' rows that are read rather than jumped over ...
+RUNS_AT_ONCE = 64  # ... this many times in one read
 MOST_SHOWN = 60  # characters of a value
 MOST_NAMED = 20  # parts that a joined source describes one by one
 
@@ -72,16 +74,40 @@ def pick_episodes(source: Source, which: npt.ArrayLike) -> Source:
     _check_open(source)
     numbers = parse_episodes(which, source.episodes.episodes)
     offsets = source.episodes.offsets
-    # Episodes that follow each other are one piece: fewer and longer reads.
-    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
-    bounds = ((int(offsets[run[0]]), int(offsets[run[-1] + 1])) for run in runs)
-    pieces = [Piece(read=source.read, first=a, steps=b - a) for a, b in bounds]
+    # Episodes that follow each other, or lie close by, are one piece: fewer and longer reads.
+    begins, ends = offsets[numbers], offsets[numbers + 1]
+    width = max(column.step_bytes for column in source.spec)
+    gaps = (begins[1:] - ends[:-1]) * width
+    is_far = (gaps < 0) | (gaps > GAP_BYTES)
+    window = np.cumsum(gaps != 0) // RUNS_AT_ONCE
+    cuts = np.flatnonzero(is_far | (np.diff(window, prepend=0) != 0)) + 1
+    runs = zip(np.split(begins, cuts), np.split(ends, cuts), strict=True)
+    pieces = [_piece_of(source, *run) for run in runs]
     picked = f"{numbers.size:,} of {count_text(source.episodes.episodes, 'episode')}"
     info = replace(source.info.with_facts(picked=picked), edges=())  # another row may be the first
     derived = source.derive(pieces, episodes=numbers, info=info)
     if numbers.size < source.spec.episodes and info.attributes.get("warnings"):
         derived.warn("these warnings count all episodes, before some were picked")
     return derived
+
+
+def _piece_of(source: Source, begins: Int64Array, ends: Int64Array) -> Piece:
+    """Return the rows of episodes that follow each other, perhaps with others between them."""
+    first, steps = int(begins[0]), int((ends - begins).sum())
+    if steps == ends[-1] - first:
+        return Piece(read=source.read, first=first, steps=steps)
+    kept = np.cumsum(ends - begins)  # of these episodes and those before
+
+    def read(column: str, start: int, stop: int) -> Array:
+        low, high = kept.searchsorted([start, stop - 1], "right")
+        lows, highs = begins[low : high + 1].copy(), ends[low : high + 1].copy()
+        lows[0], highs[-1] = ends[low] - (kept[low] - start), ends[high] - (kept[high] - stop)
+        at = int(lows[0])
+        rows = source.read(column, at, int(highs[-1]))
+        runs = zip((lows - at).tolist(), (highs - at).tolist(), strict=True)
+        return np.concatenate([rows[a:b] for a, b in runs])
+
+    return Piece(read=read, steps=steps)
 
 
 @check_arguments()
