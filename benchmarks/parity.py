@@ -222,8 +222,8 @@ def our_runs(options: argparse.Namespace) -> None:
         for path in options.datasets
         for seed in range(options.seeds)
     ]
-    parallel = max(1, options.jobs) if options.device == "cpu" else None
-    run_trials(trials, sweep_path(options), exact=True, parallel=parallel)
+    parallel = max(1, options.jobs) if options.device == "cpu" else 1
+    run_trials(trials, sweep_path(options), parallel=parallel)
 
 
 def sweep_path(options: argparse.Namespace) -> Path:

@@ -56,11 +56,11 @@ SURFACE = {
     "export-policy": "run out task overwrite model",
     "evaluate": "run targets episodes episodes-of-memory sample context-length "
     "environment environment-options checkpoint seed device out video model json quiet",
-    "sweep": "recipe key=value seeds out parallel exact ray json quiet",
+    "sweep": "recipe key=value seeds out parallel ray json quiet",
     "choose": "run... data targets checkpoint gamma critics steps seed device out overwrite model "
     "json quiet",
     "blame": "run first..last device model json quiet",
-    "strategies": "recipe key=value strategies train seeds parallel exact ray out json quiet",
+    "strategies": "recipe key=value strategies train seeds parallel ray out json quiet",
     "plan": "recipe key=value nodes gpus nic-gbps hardware host-memory disk-rate data columns json",
     "doctor": "json",
     "act": "run environment environment-options actors episodes target action-noise seed model "

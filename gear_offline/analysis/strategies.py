@@ -49,7 +49,6 @@ def compare_strategies(
     seeds: Seeds = 3,
     out: str | os.PathLike[str] | None = None,
     parallel: int | None = None,
-    exact: bool = False,
     ray: str | None = None,
     quiet: bool = False,
     model: type[SequenceModel] | str | None = None,
@@ -73,7 +72,7 @@ def compare_strategies(
         Of each strategy: a number of seeds from the recipe's own on, or a list, as of a sweep.
     out
         Folder of the page; by default ``runs/NAME-strategies``.
-    parallel, exact, ray
+    parallel, ray
         As in `gear_offline.sweep`.
     quiet
         Print nothing.
@@ -104,9 +103,7 @@ def compare_strategies(
         trials = _trials(full_recipe, usable, numbers)
         sweep_folder = folder / "training"
         try:
-            sweep = run_trials(
-                trials, sweep_folder, parallel=parallel, exact=exact, ray=ray, quiet=quiet
-            )
+            sweep = run_trials(trials, sweep_folder, parallel=parallel, ray=ray, quiet=quiet)
         except TrainingInterrupted:
             write_comparison(_with_outcomes(comparison, read_sweep(sweep_folder)), folder)
             raise

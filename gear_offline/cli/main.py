@@ -25,7 +25,6 @@ from gear_offline.cli.values import (
     Count,
     Device,
     Environment,
-    Exact,
     How,
     Json,
     Model,
@@ -433,13 +432,12 @@ def sweep(
     parallel: int | None = Option(
         None, min=1, help="Runs at a time, on each GPU; default: what pays off."
     ),
-    exact: Exact = False,
     ray: Ray = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Train a recipe with several seeds and settings; the same command again goes on."""
-    how: dict[str, Any] = {"parallel": parallel, "exact": exact, "ray": ray, "quiet": quiet}
+    how: dict[str, Any] = {"parallel": parallel, "ray": ray, "quiet": quiet}
     result = go.sweep(recipe, overrides, seeds=seeds, out=out, **how)
     if not (quiet or as_json):
         show(None, print_text=result.print)
@@ -552,15 +550,14 @@ def strategies(
     train: bool = Option(False, "--train", help="Train each as well, and compare the returns."),
     seeds: str | None = Option(None, help="Runs of each, with --train (3), or a list (3,5,8..10)."),
     parallel: int | None = Option(None, min=1, help="Runs at a time, on each GPU, with --train."),
-    exact: Exact = False,
     ray: Ray = None,
     out: Path | None = Option(None, help="Folder of page and runs; default runs/NAME-strategies."),
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Compare sampling strategies: what they draw and, with --train, what is learnt from it."""
-    if not train and (seeds is not None or parallel is not None or exact or ray):
-        problem = "--seeds, --parallel, --exact and --ray are for --train"
+    if not train and (seeds is not None or parallel is not None or ray):
+        problem = "--seeds, --parallel and --ray are for --train"
         raise InputError("USAGE", problem, remedy="add --train")
     base = go.load_recipe(recipe, overrides)
     from gear_offline.analysis.sampling import parse_candidates
@@ -573,7 +570,7 @@ def strategies(
     from gear_offline.analysis.page import print_comparison
 
     folder = out or Path("runs") / f"{base.name}-strategies"
-    how: dict[str, Any] = {"parallel": parallel, "exact": exact, "ray": ray, "quiet": quiet}
+    how: dict[str, Any] = {"parallel": parallel, "ray": ray, "quiet": quiet}
     how |= {"train": train, "seeds": seeds or 3}
     comparison = go.compare_strategies(recipe, overrides, strategies=strategies, out=folder, **how)
     if not as_json:

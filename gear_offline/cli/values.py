@@ -149,7 +149,6 @@ Quiet = Annotated[
     bool, Option("--quiet", "-q", help="No progress; only warnings that no result keeps.")
 ]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace an existing target.")]
-Exact = Annotated[bool, Option("--exact", help="On a GPU, give each run the bits of one alone.")]
 Ray = Annotated[
     str | None,
     Option(metavar="ADDRESS", help="Work on a Ray cluster: auto, or HOST:PORT of its head."),

@@ -54,7 +54,6 @@ def train_trials(
     out: Path,
     *,
     parallel: int | None = None,
-    exact: bool = False,
     ray: str | None = None,
     quiet: bool = False,
 ) -> SweepResult:
@@ -79,9 +78,6 @@ def train_trials(
             parallel = 1
         stack.enter_context(directory.hold())
         file = directory.file_for(trials)
-        file.exact = file.exact or exact
-        if file.exact and device.type == "cuda" and pool is None:
-            parallel = 1
         # Every trial gets its share of the cores; none of it changes what the trial computes.
         threads = None
         if pool is not None or (device.type != "cuda" and parallel > 1):

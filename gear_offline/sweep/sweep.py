@@ -31,7 +31,6 @@ def sweep(
     seeds: str | int | Sequence[int] | None = None,
     out: str | os.PathLike[str] | None = None,
     parallel: int | None = None,
-    exact: bool = False,
     ray: str | None = None,
     quiet: bool = False,
     model: type[SequenceModel] | str | None = None,
@@ -55,10 +54,8 @@ def sweep(
     out
         Directory of the sweep; by default ``runs/NAME-sweep``.
     parallel
-        Trials at a time: on each GPU in a stack, if their shapes are equal, by default 16; one a
-        core on a CPU; with Ray one a GPU or core.
-    exact
-        On a GPU, do not stack trials of the same shape: each gives the bits of a run alone.
+        Trials at a time: on each GPU in a stack, if their shapes are equal, by default 16, and with
+        1 each gives the bits of a run alone; one a core on a CPU; with Ray one a GPU or core.
     ray
         Address of a Ray cluster, such as ``"auto"``: each trial is a task there with its share of
         the CPUs and GPUs.  All nodes have to see this directory and `out`.
@@ -95,7 +92,7 @@ def sweep(
     directory = SweepDirectory(folder)
     naming = directory.read().trials[0].settings if directory.is_begun else ()
     trials = make_trials(recipe, values, seeds, naming=tuple(naming))
-    return run_trials(trials, folder, parallel=parallel, exact=exact, ray=ray, quiet=quiet)
+    return run_trials(trials, folder, parallel=parallel, ray=ray, quiet=quiet)
 
 
 def option_values(
@@ -129,7 +126,6 @@ def run_trials(
     out: Path,
     *,
     parallel: int | None = None,
-    exact: bool = False,
     ray: str | None = None,
     quiet: bool = False,
 ) -> SweepResult:
@@ -141,7 +137,7 @@ def run_trials(
     SweepDirectory(out).check()
     from gear_offline.sweep.run import train_trials  # loads torch
 
-    return train_trials(trials, out, parallel=parallel, exact=exact, ray=ray, quiet=quiet)
+    return train_trials(trials, out, parallel=parallel, ray=ray, quiet=quiet)
 
 
 def _check_trials(trials: Sequence[Trial], parallel: int | None) -> None:

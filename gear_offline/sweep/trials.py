@@ -176,7 +176,6 @@ class SweepFile(BaseModel):
     format: Literal[2] = 2
     recipe: str
     threads: int | None = None  # of a trial in a process of its own: other numbers round otherwise
-    exact: bool = False  # trials on a GPU give the bits of runs alone
     trials: list[Trial] = Field(min_length=1)
     failures: dict[str, str] = {}  # "CODE: what was wrong" by trial
     table: dict[str, Any] | None = None
@@ -229,7 +228,7 @@ class SweepDirectory:
         """Return the content for a call with `trials`; what rounds numbers is as of the first."""
         before: dict[str, Any] = {}
         if self.is_begun:
-            before = self.read().model_dump(include={"threads", "exact"})
+            before = self.read().model_dump(include={"threads"})
         return SweepFile(recipe=trials[0].recipe.name, trials=list(trials), **before)
 
     def write(self, file: SweepFile) -> None:
