@@ -100,17 +100,11 @@ def make(environment_id: str, count: int, **options: Any) -> BatchedEnvironment:
     return make_batched(environment_id, options, count, CPU)
 
 
-@pytest.mark.parametrize(
-    ("environment_id", "options"),
-    [(ROOM, {}), (ROOM, {"goals": "held_out", "size": 5}), ("Pendulum-v1", {}),
-     ("Pendulum-v1", {"g": 1.0})],
-)  # fmt: skip
-def test_each_of_a_batch_does_what_gymnasium_does(
-    environment_id: str, options: dict[str, Any]
-) -> None:
-    batched, generator = make(environment_id, 7, **options), np.random.default_rng(0)
+@pytest.mark.parametrize("options", [{}, {"goals": "held_out", "size": 5}])
+def test_each_of_a_batch_does_what_gymnasium_does(options: dict[str, Any]) -> None:
+    batched, generator = make(ROOM, 7, **options), np.random.default_rng(0)
     flatten = gymnasium.wrappers.FlattenObservation
-    alone = [flatten(gymnasium.make(environment_id, **options)) for _ in range(7)]
+    alone = [flatten(gymnasium.make(ROOM, **options)) for _ in range(7)]
     every, seeds = np.ones(7, bool), np.arange(1000, 1007)
     for episode in range(3):
         where = every if episode == 0 else generator.random(7) < 0.5
@@ -170,7 +164,7 @@ def test_a_batched_class_is_named_as_any_environment(tmp_path: Path) -> None:
 
 
 def test_wrappers_have_no_batched_environment() -> None:
-    assert find_batched("Pendulum-v1", {"additional_wrappers": []}) is None
+    assert find_batched(ROOM, {"additional_wrappers": []}) is None
     assert find_batched("CartPole-v1", {}) is None
 
 

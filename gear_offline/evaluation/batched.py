@@ -8,7 +8,6 @@ Shape legend: N environments, n episodes, S state elements, A action elements.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Literal
@@ -16,7 +15,6 @@ from typing import Any, Literal
 import gymnasium
 import numpy as np
 import torch
-from gymnasium.utils import seeding
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
@@ -25,7 +23,6 @@ from gear_offline.core.types import Array, Int64Array
 from gear_offline.evaluation.dark_room import MOVES, goals_of
 from gear_offline.evaluation.environments import Options, guard, maker_of
 
-LARGEST = np.array([1.0, 1.0, 8.0], np.float32)  # observation of a pendulum
 Stepped = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -164,48 +161,7 @@ class DarkRooms(BatchedEnvironment):
         return self._one_hot[self._position].flatten(1), rewards, self._never, self._never
 
 
-class Pendulums(BatchedEnvironment):
-    """Pendulums of Gymnasium's ``Pendulum-v1``, which begin where those of the same seeds do."""
-
-    observation_space = gymnasium.spaces.Box(-LARGEST, LARGEST)
-    action_space = gymnasium.spaces.Box(-2.0, 2.0, (1,), np.float32)
-
-    def __init__(self, count: int, device: torch.device, g: float = 10.0) -> None:
-        super().__init__(count, device)
-        self._g = g
-        self._state = torch.zeros((count, 2), dtype=torch.float64, device=device)  # angle, speed
-        self._never = torch.zeros(count, dtype=torch.bool, device=device)
-
-    def starts(self, seeds: Int64Array) -> Tensor:
-        """Return angles and speeds (n, 2) float64, as Gymnasium draws them."""
-        high = np.array([np.pi, 1.0])
-        drawn = [seeding.np_random(int(seed))[0].uniform(-high, high) for seed in seeds]
-        return torch.from_numpy(np.stack(drawn)).to(self.device)
-
-    def reset(self, starts: Tensor, where: Tensor) -> Tensor:
-        self._state.copy_(torch.where(where[:, None], starts, self._state))
-        return self._observe()
-
-    def step(self, actions: Tensor) -> Stepped:
-        angle, speed = self._state.unbind(1)
-        torque = actions[:, 0]
-        centred = torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
-        # what Gymnasium computes of an action alone is in float32
-        costs = centred**2 + 0.1 * speed**2 + (0.001 * torque**2).double()
-        pull = 1.5 * self._g * angle.sin() + (3.0 * torque).double()
-        faster = (speed + pull * 0.05).clamp(-8.0, 8.0)
-        self._state.copy_(torch.stack([angle + faster * 0.05, faster], 1))
-        return self._observe(), -costs, self._never, self._never
-
-    def _observe(self) -> Tensor:
-        angle, speed = self._state.unbind(1)
-        return torch.stack([angle.cos(), angle.sin(), speed], 1).float()
-
-
-OWN: dict[str, type[BatchedEnvironment]] = {
-    "gear_offline/DarkRoom-v0": DarkRooms,
-    "Pendulum-v1": Pendulums,
-}
+OWN: dict[str, type[BatchedEnvironment]] = {"gear_offline/DarkRoom-v0": DarkRooms}
 
 
 def find_batched(environment_id: str, options: Options) -> type[BatchedEnvironment] | None:
