@@ -150,10 +150,8 @@ class DeviceAdamW:
                 or not laid_out_alike(gradient, parameter)
                 or not laid_out_alike(used, parameter)
             ):
-                problem = (
-                    f"the gradient of parameter {number} of shape {tuple(parameter.shape)} is "
-                )
-                problem += "missing or laid out otherwise"
+                problem = f"the gradient of parameter {number} of shape {tuple(parameter.shape)} "
+                problem += "is missing or laid out otherwise"
                 raise GearError("MODEL", problem, remedy="use train.graph=off")
             moments = (self.first[number].data_ptr(), self.second[number].data_ptr())
             places = (gradient.data_ptr(), 0, parameter.data_ptr(), *moments, used.data_ptr())

@@ -123,9 +123,7 @@ class Policy:
         except ValidationError as error:
             raise InputError("MODEL", problem_text(error.errors()[0])) from error
         if memory and span != "history":
-            problem = (
-                "windows of the training ended with episodes: it learnt nothing over their ends"
-            )
+            problem = "windows of the training ended with episodes: it learnt nothing beyond"
             raise InputError("MODEL", problem, "memory", "train with loader.span=history")
         self.memory = memory
         self.model = model.to(torch.device(device))
@@ -257,28 +255,18 @@ class Policy:
         """
         if targets is None:
             if type(indices) is int and indices == 0:
-                problem, remedy = (
-                    "0 alone is an index or a return",
-                    "write policy.reset(0.0) to ask ",
-                )
-                raise InputError(
-                    "USAGE", problem, remedy=f"{remedy}for 0, or policy.reset(0, TARGET)"
-                )
+                remedy = "write policy.reset(0.0) to ask for 0, or policy.reset(0, TARGET)"
+                raise InputError("USAGE", "0 alone is an index or a return", remedy=remedy)
             indices, targets = None, indices
         if targets is None and self.model.asks_nothing:
             targets = 0.0
         if targets is None:
-            if self.goals or not self.facts.targets:
-                problem, remedy = (
-                    "the policy knows no return to ask for",
-                    "write policy.reset(3600)",
-                )
-                if self.goals:
-                    problem, remedy = (
-                        "there is no goal to reach",
-                        'write policy.reset(info["goal"])',
-                    )
-                raise InputError("USAGE", problem, remedy=remedy)
+            if self.goals:
+                remedy = 'write policy.reset(info["goal"])'
+                raise InputError("USAGE", "there is no goal to reach", remedy=remedy)
+            if not self.facts.targets:
+                problem = "the policy knows no return to ask for"
+                raise InputError("USAGE", problem, remedy="write policy.reset(3600)")
             targets = self.facts.targets[0]
         if indices is None:
             if np.ndim(targets) != int(self.goals) or self.environments > 1:  # a goal is a state

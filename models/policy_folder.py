@@ -158,11 +158,8 @@ def assemble(
             model = model_from_config(document, kind or stored_kind)
     else:
         if kind not in (None, "decision_transformer"):
-            problem, remedy = (
-                f"the weights are a Decision Transformer's, not {kind}'s",
-                "leave it out",
-            )
-            raise InputError("MODEL", problem, "model.kind", remedy)
+            problem = f"the weights are a Decision Transformer's, not {kind}'s"
+            raise InputError("MODEL", problem, "model.kind", "leave it out")
         return DecisionTransformer.of_weights(config, weights).eval()
     assign_weights(model, weights, copied=not is_own)
     return model.eval()

@@ -72,11 +72,8 @@ def find_batches(run: Run, first: int, last: int) -> Int64Array:
     newest = run.recipe.train.batch_of(run.recipe.train.steps - 1)
     batches = list_batches(run.recipe, max(0, first), min(last, newest) + 1)
     if not len(batches):
-        problem, remedy = (
-            f"no batches from {first} to {last}",
-            f"the run has those of 0 to {newest}",
-        )
-        raise InputError("USAGE", problem, str(run.path), remedy)
+        problem = f"no batches from {first} to {last}"
+        raise InputError("USAGE", problem, str(run.path), f"the run has those of 0 to {newest}")
     return batches
 
 

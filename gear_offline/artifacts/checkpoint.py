@@ -309,10 +309,8 @@ def find_checkpoint(run: Path, which: str | int | None = None) -> Path:
         if not (run / STATE).exists():
             raise no_run(run)
         if which is not None:
-            problem, remedy = (
-                f"{quote(run)} is one checkpoint",
-                "leave the choice of a checkpoint out",
-            )
+            problem = f"{quote(run)} is one checkpoint"
+            remedy = "leave the choice of a checkpoint out"
             raise InputError("USAGE", problem, where="checkpoint", remedy=remedy)
         return run.resolve()
     by_name = {str(step): path for step, path in list_checkpoints(folder)}

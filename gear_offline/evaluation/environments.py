@@ -260,10 +260,8 @@ class Environment(Closing):
     def goal_fact(self, info: Options, name: str) -> Any:
         """Return the goal of an episode, or whether it is reached."""
         if name not in info:
-            problem, remedy = (
-                f"it gives no info[{name!r}]",
-                "goals need an environment like OGBench's",
-            )
+            problem = f"it gives no info[{name!r}]"
+            remedy = "goals need an environment like OGBench's"
             raise InputError("ENVIRONMENT", problem, self._id, remedy)
         read = self.observation if name == "goal" else self.number
         return read(f"info[{name!r}]", info[name])
@@ -465,10 +463,8 @@ def leaves(space: Any, columns: Mapping[str, str]) -> dict[str, tuple[tuple[Any,
             kinds["/".join(map(str, keys))] = keys, node
     by_column = {columns.get(name, name): leaf for name, leaf in kinds.items()}
     if columns.keys() - kinds.keys() or len(by_column) < len(kinds):
-        problem, remedy = (
-            f"observation_columns are {dict(columns)}",
-            f"name {', '.join(kinds)} once",
-        )
+        problem = f"observation_columns are {dict(columns)}"
+        remedy = f"name {', '.join(kinds)} once"
         raise InputError("ENVIRONMENT", problem, "environment_options", remedy)
     return by_column
 

@@ -44,10 +44,8 @@ CAPTION_HEIGHT = 24
 def check_suffix(path: Path) -> None:
     """Refuse the name of a file that is no video (``USAGE``)."""
     if path.suffix.lower() not in SUFFIXES:
-        problem, remedy = (
-            "a video is a .gif or .mp4 file",
-            f"write it like {path.stem or 'video'}.gif",
-        )
+        problem = "a video is a .gif or .mp4 file"
+        remedy = f"write it like {path.stem or 'video'}.gif"
         raise InputError("USAGE", problem, where=str(path), remedy=remedy)
 
 

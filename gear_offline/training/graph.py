@@ -59,11 +59,9 @@ def why_not_captured(
     if device.type != "cuda" and recipe.train.graph != "off":
         reason = "CUDA graphs need a GPU"
     if reason and recipe.train.graph == "on":
-        problem, remedy = (
-            f"train.graph=on is not possible: {reason}",
-            "use train.graph=auto, or see ",
-        )
-        raise UnavailableError("UNAVAILABLE", problem, remedy=remedy + "gear-offline doctor")
+        problem = f"train.graph=on is not possible: {reason}"
+        remedy = "use train.graph=auto, or see gear-offline doctor"
+        raise UnavailableError("UNAVAILABLE", problem, remedy=remedy)
     return reason
 
 

@@ -48,10 +48,8 @@ def data_sizes(
         lowest = min(float(moments.min.min()) for moments in statistics)
         choices = 1 + max(int(moments.max.max()) for moments in statistics)
         if width != 1 or lowest < 0:
-            problem = (
-                f"integer actions of per-step shape {actions.shape} from {lowest:g} on are not "
-            )
-            problem += "the numbers of one discrete choice"
+            problem = f"integer actions of per-step shape {actions.shape} from {lowest:g} on are "
+            problem += "not the numbers of one discrete choice"
             remedy = "store one number from 0 a step, or store continuous actions as float32"
             raise InputError("COLUMN", problem, where=data_name(source), remedy=remedy)
     inputs = list[InputColumn]()

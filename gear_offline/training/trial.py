@@ -130,12 +130,9 @@ class _Trier:
             held = dict(self.fresh.named_buffers())  # of which a graph has the changes
             if frozen := [name for name in self.counts if name not in held]:
                 reason = f"Python counts in {frozen[0]}"
-            remark = (
-                f"changes {', '.join(self.counts[:5])} from step to step, and no checkpoint has "
-            )
-            self._remark(
-                f"{remark}such an attribute: make it a buffer that is saved, register_buffer"
-            )
+            remark = f"changes {', '.join(self.counts[:5])} from step to step, and no checkpoint "
+            remark += "has such an attribute: make it a buffer that is saved, register_buffer"
+            self._remark(remark)
         elif any(_apart(first[name], after[name], EXACT) for name in first):
             self.leaves_traces = True
             reason = "its losses change by what is in Python"
@@ -173,19 +170,17 @@ class _Trier:
                 problem = f"act() gave {actions.dtype} of shape {tuple(actions.shape)}, not floats "
                 raise self._fault(f"{problem}{shape}", "return one action for each window")
             if _apart(actions, self._act(self.tried, window), EXACT):
-                problem = (
-                    "acts otherwise each time in the same situation: keep nothing from one act()"
-                )
-                self._remark(f"{problem} to the next, and draw by torch, numpy.random or random")
+                problem = "acts otherwise each time in the same situation: keep nothing from one "
+                problem += "act() to the next, and draw by torch, numpy.random or random"
+                self._remark(problem)
                 return
             moved = replace(window, timesteps=facts.max_timestep - 1 - window.timesteps)
             self.sees_timesteps = _apart(actions, self._act(self.tried, moved))
             if not self.counts and _apart(actions, self._act(self.fresh, window)):
-                problem = (
-                    "made anew with its state dict it acts otherwise: what it has learnt would "
-                )
+                problem = "made anew with its state dict it acts otherwise: what it has learnt "
+                problem += "would be lost"
                 remedy = "keep modules in nn.ModuleList, tensors in nn.Parameter or register_buffer"
-                raise self._fault(f"{problem}be lost", remedy)
+                raise self._fault(problem, remedy)
             if _apart(actions, self._act(self.tried, window, seed=1), EXACT):
                 problem = "draws random numbers while it acts, as dropout does that heeds no mode"
                 self._remark(f"{problem}: the same situation gives other actions")
@@ -293,11 +288,10 @@ class _Trier:
             if wrong or not values or not isinstance(losses, dict):
                 reported = wrong or values
                 shapes = [tuple(getattr(x, "shape", ())) or type(x).__name__ for x in reported]
-                problem = (
-                    f"losses() gave {type(losses).__name__} of {shapes}, not a dict of tensors "
-                )
+                problem = f"losses() gave {type(losses).__name__} of {shapes}, not a dict of "
+                problem += f"tensors (B, K), here {shape}"
                 remedy = 'return {"action": ((predicted - batch.actions) ** 2).mean(-1)}'
-                raise self._fault(f"{problem}(B, K), here {shape}", remedy)
+                raise self._fault(problem, remedy)
             total: Any = total_loss(losses).sum()
             if not total.requires_grad:
                 problem = "no loss reaches a parameter that learns"

@@ -114,8 +114,6 @@ def load_hardware(name_or_file: str) -> Hardware:
             machine = next(iter(dict(parse_yaml(text, where=name_or_file)).values()), None)
         return Hardware.model_validate(machine)
     except (OSError, TypeError, ValueError) as error:
-        problem = (
-            f"{name_or_file} is neither a known machine ({', '.join(machines)}) nor a YAML file of "
-        )
-        problem += f"one: {first_line(error)}"
+        problem = f"{name_or_file} is neither a known machine ({', '.join(machines)}) nor a YAML "
+        problem += f"file of one: {first_line(error)}"
         raise InputError("USAGE", problem, "--hardware", f"give a file like {HARDWARE}") from error

@@ -269,10 +269,8 @@ def build_sampler(name: object, facts: Facts, options: Mapping[str, Any]) -> Sam
             else:
                 result, again = (np.asarray(weights, np.float64) for weights in (result, again))
                 if not np.array_equal(result, again, equal_nan=True):
-                    problem, remedy = (
-                        "it gives other weights each time",
-                        "use np.random.default_rng(0)",
-                    )
+                    problem = "it gives other weights each time"
+                    remedy = "use np.random.default_rng(0)"
                     raise InputError("SELECTION", problem, spec.name, remedy)
     sampler = (
         result

@@ -136,10 +136,8 @@ def share_out(
             break
     else:
         least_bytes = used + 2 * batch * slot_bytes
-        problem = (
-            f"host_budget={budget_bytes} ({size_text(budget_bytes)}) is too small to keep two "
-        )
-        problem += f"batches of {batch} windows"
+        problem = f"host_budget={budget_bytes} ({size_text(budget_bytes)}) is too small to keep "
+        problem += f"two batches of {batch} windows"
         remedy = f"give at least {least_bytes} bytes ({size_text(least_bytes)}), or make "
         remedy += "batch_size or context_length smaller"
         raise InputError("LOADER_OPTION", problem, remedy=remedy)
@@ -181,9 +179,7 @@ class DiskGather:
         self.sizes = sizes = share_out(dataset, plans, options, batch=batch, **budget)
         index = span_index(dataset, options)
         if not index.is_side_by_side:
-            problem = (
-                "rows that stay on disk lie as they are stored, and histories not side by side"
-            )
+            problem = "rows that stay on disk lie as stored, and histories not side by side"
             remedy = "convert the dataset again, or use placement='host'"
             raise InputError("LOADER_OPTION", problem, data_name(dataset), remedy)
         dataset = dataset.verify()  # on this disk a window is no block that could be compared

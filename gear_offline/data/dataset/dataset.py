@@ -182,10 +182,8 @@ class Dataset:
                 changes, values[low:high] = np.diff(numbers, prepend=last), numbers[firsts]
                 if (inside := np.setdiff1d(np.flatnonzero(changes), firsts)).size:
                     episode = int(offsets.searchsorted(step + inside[0], side="right")) - 1
-                    problem, remedy = (
-                        f"it changes in episode {episode}",
-                        "give an episode one number",
-                    )
+                    problem = f"it changes in episode {episode}"
+                    remedy = "give an episode one number"
                     raise InputError("COLUMN", problem, f"column {name}", remedy)
                 last = int(numbers[-1])
         return values

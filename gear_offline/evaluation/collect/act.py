@@ -124,10 +124,8 @@ def act(
     (task,) = choose_tasks(recipe, options)
     check_noise(probe(task.environment, task.environment_options), action_noise or 0.0)
     if (pack := pack_environment(task.environment, task.environment_options)) is None:
-        problem, remedy = (
-            "only this process knows the environment",
-            "register it with an entry point",
-        )
+        problem = "only this process knows the environment"
+        remedy = "register it with an entry point"
         raise InputError("ENVIRONMENT", problem, task.environment, remedy)
     say_choice([task], recipe, options)
     if action_noise is None:
