@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import h5py
 import numpy as np
 import pytest
 import xxhash
@@ -27,6 +28,9 @@ from gear_offline.artifacts.json_lines import read_records
 from gear_offline.batches.tables import disk
 from gear_offline.cli.main import main
 from gear_offline.core import remote
+from gear_offline.core.workers import WorkerPool
+from gear_offline.data.convert import shards
+from gear_offline.data.dataset import fetch
 from gear_offline.data.dataset.growing import GrowingDataset
 from gear_offline.runs.checks import check_data
 from gear_offline.runs.data import prepare_dataset
@@ -136,8 +140,8 @@ def test_a_file_is_fetched_once_and_converted_as_a_local_one(
     fetched = cached.stat()
     assert main(["convert", secret, str(tmp_path / "again"), "-q"]) == 0
     assert cached.stat() == fetched and len(whole_files(tmp_path / "cache")) == 1
-    shards = contents(tmp_path / "local")
-    assert contents(tmp_path / "out").keys() == shards.keys()
+    written = contents(tmp_path / "local")
+    assert contents(tmp_path / "out").keys() == written.keys()
     for folder in ("out", "again"):
         manifest = go.open_dataset(tmp_path / folder).manifest
         assert manifest.source.uri == f"{server.url}/data.hdf5"
@@ -442,6 +446,65 @@ def test_batches_by_ranges_are_those_of_the_local_dataset(
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(far)).column("rewards"), rewards)
     assert not [name for name in whole_files(tmp_path / "cache") if name.startswith("shard")]
     assert blocks_in(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("has_ranges", [True, False])
+def test_commands_read_an_address_within_a_bounded_cache(
+    server: Server, data: go.Dataset, tmp_path: Path, has_ranges: bool, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(fetch, "READ_CACHE", 1)  # as for data a thousand times as large
+    address, total = serve_folder(server, data.path), data.manifest.total_bytes
+    secret, server.has_ranges, sizes = f"{address}/?token=SECRET", has_ranges, [0]
+
+    def watch() -> None:
+        names = [path.name for path in (tmp_path / "cache").glob("*/*")]
+        sizes.append(4096 * sum(len(name) == 32 for name in names))
+
+    server.wait = watch
+    near, far = go.inspect(data.path, verify=not has_ranges), go.inspect(secret)
+    assert far == near | {"path": address}
+    assert has_ranges == (server.sent < total / 3)
+    found, expected = go.audit(secret, against=[secret]), go.audit(data.path, against=[data.path])
+    assert str(found.to_json()) == str(expected.to_json()).replace(str(data.path), address)
+    go.export_hdf5(secret, tmp_path / "far.hdf5", quiet=True)
+    go.export_hdf5(data.path, tmp_path / "near.hdf5", quiet=True)
+    with h5py.File(tmp_path / "far.hdf5") as one, h5py.File(tmp_path / "near.hdf5") as other:
+        assert {*one} == {*other}
+        assert all((one[name][()] == other[name][()]).all() for name in other)
+    local = go.convert(data.path, tmp_path / "near", where="length > 5", quiet=True)
+    for workers in (1, 2):
+        options: dict[str, Any] = {"where": "length > 5", "workers": workers, "quiet": True}
+        out = tmp_path / f"far-{workers}"
+        manifest = go.convert(secret, out, **options)
+        assert manifest.shards == local.shards and manifest.source.uri == address
+        assert "SECRET" not in str(contents(out)["manifest.json"])
+    fetched = [name for name in whole_files(tmp_path / "cache") if name.startswith("shard")]
+    if not has_ranges:  # fetched whole, once
+        assert len(fetched) == len(data.manifest.shards)
+        return
+    tensors = len(data.spec.columns) + 4
+    assert not fetched and 0 < max(sizes) <= 2 * 4096 * tensors < total
+    go.open_dataset(address)  # fetches all, where the commands then read
+    server.sent = 0
+    assert go.inspect(address)["verified"] and go.audit(address).steps == data.spec.steps
+    assert server.sent < total / 3  # the manifest, to see whether it changed
+
+
+def test_a_manifest_that_changes_under_workers_is_refused(
+    server: Server, data: go.Dataset, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    other = make_dataset(tmp_path / "other", data.episodes.lengths.tolist(), seed=1)
+    assert other.spec == data.spec
+    address = serve_folder(server, data.path)
+
+    def change(workers: int) -> WorkerPool:
+        serve_folder(server, other.path)
+        return WorkerPool(workers)
+
+    monkeypatch.setattr(shards, "WorkerPool", change)
+    with one_error("SOURCE_CHANGED", "changed while it was converted"):
+        go.convert(address, tmp_path / "out", workers=2, shard_bytes=40_000, quiet=True)
+    assert not (tmp_path / "out").exists()
 
 
 def change(server: Server) -> None:

@@ -19,7 +19,7 @@ from gear_offline.config.arguments import check_arguments
 from gear_offline.core.progress import Progress, Terminal
 from gear_offline.core.text import Document, count_text
 from gear_offline.core.types import Array, Float64Array, Int64Array
-from gear_offline.data.dataset.dataset import Columns, Dataset, open_dataset
+from gear_offline.data.dataset.dataset import Columns, Dataset, open_to_read
 from gear_offline.data.dataset.split import digest_episodes
 from gear_offline.data.sources.plausible import odd_episodes
 from gear_offline.errors import GearError, InputError
@@ -95,7 +95,7 @@ def audit(
     Parameters
     ----------
     dataset
-        Opened, or a directory.
+        Opened, a directory, or an address, of which shards are read by ranges.
     against
         Datasets with which episodes are compared: those that they share are told.
     quiet
@@ -124,12 +124,12 @@ def audit(
     'shared'
     """
     data, *peers = (
-        source if isinstance(source, Dataset) else open_dataset(source, verify=False)
+        source if isinstance(source, Dataset) else open_to_read(source)
         for source in (dataset, *against)
     )
     for peer in peers:
         if (foreign := _describe_columns(peer)) != (columns := _describe_columns(data)):
-            problem = f"{peer.path} has {foreign}, {data.path} {columns}"
+            problem = f"{peer.name} has {foreign}, {data.name} {columns}"
             raise InputError("COLUMN", problem, "against", "compare like columns")
     steps, shared = _Steps(data), list[Finding]()
     total = sum(each.spec.steps for each in (data, *peers))
@@ -141,10 +141,10 @@ def audit(
             progress.advance(peer.spec.steps)
             shared_episodes = [e for e, digest in enumerate(steps.digests) if digest in alike]
             shared += _make_findings(
-                "shared", shared_episodes, f"of {len(data):,} are|is in {peer.path} too"
+                "shared", shared_episodes, f"of {len(data):,} are|is in {peer.name} too"
             )
     return Audit(
-        path=str(data.path),
+        path=data.name,
         episodes=len(data),
         steps=data.spec.steps,
         findings=(*steps.findings(), *_columns(data), *_endings(data), *_bounds(data), *shared),

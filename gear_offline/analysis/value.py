@@ -101,7 +101,7 @@ def value(
         overwrite or target.suffix == ".parquet"
     ):
         problem, remedy = f"the data have {' and '.join(sorted(present))}", "--overwrite replaces"
-        raise InputError("COLUMN", problem, str(dataset.path), f"{remedy} them")
+        raise InputError("COLUMN", problem, dataset.name, f"{remedy} them")
     from gear_offline.artifacts.trained import find_trained  # loads torch
 
     trained = find_trained(path, checkpoint)

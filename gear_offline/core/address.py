@@ -38,11 +38,12 @@ def is_there(path: str | Path) -> bool:
 
 
 def hide_secrets(path: str) -> str:
-    """Return an address without user, password and query; other text as it is."""
+    """Return an address without user, password, query and last slash; other text as it is."""
     if parse_address(path) is None:
         return path
     parts = urlsplit(path)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment=""))
+    host, folder = parts.netloc.rpartition("@")[2], parts.path.rstrip("/")
+    return urlunsplit(parts._replace(netloc=host, path=folder, query="", fragment=""))
 
 
 def join_address(address: str, name: str) -> str:

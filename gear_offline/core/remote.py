@@ -35,6 +35,10 @@ TOLD_AFTER_SECONDS = 10.0
 VERSION_FACTS = "etag|hash|md5|sha|blob_id|generation|creat|modif|mtime|updated"  # of fsspec's info
 
 
+class NoRangesError(InputError):
+    """A server that sends whole files alone."""
+
+
 class Version(NamedTuple):
     """A server's facts of a file; another content has another version."""
 
@@ -245,7 +249,7 @@ class _HttpFile:
             if answer.status != 206:
                 problem = f"the server reads no ranges: it answers {answer.status} to one"
                 remedy = "leave `cache` out, which fetches all once, or use another server"
-                raise InputError("SOURCE_READ", problem, hide_secrets(self._address), remedy)
+                raise NoRangesError("SOURCE_READ", problem, hide_secrets(self._address), remedy)
             if not (answer.headers["Content-Range"] or "").lower().startswith(f"bytes {begin}-"):
                 raise OSError(f"it sent {answer.headers['Content-Range']}, not from byte {begin}")
             while block := answer.read1(1 << 20):  # as it comes

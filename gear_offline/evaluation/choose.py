@@ -177,7 +177,7 @@ def _judge(
     if not transitions.known.any():
         problem = "nothing is known of what comes after any step: episodes of one step, all cut"
         remedy = "critics need longer episodes, or ends that are terminations (convert --rule)"
-        raise InputError("COLUMN", problem, str(dataset.path), remedy)
+        raise InputError("COLUMN", problem, dataset.name, remedy)
     # behind a cut it is not known what the data do next: the same again
     ends = record.offsets[1:]
     done = [np.insert(record.actions, ends, record.actions[ends - 1], axis=0)]
@@ -231,7 +231,7 @@ def _judge(
         )
     return Choice(
         notes=tuple(notes),
-        data=str(dataset.path),
+        data=dataset.name,
         episodes=len(sample),
         steps=int(record.offsets[-1]),
         gamma=float(gamma),
@@ -344,7 +344,7 @@ def check_judged(trained: TrainedModel, dataset: TableData, path: Path) -> None:
     trained.check_fits(dataset, path)
     if "rewards" not in dataset.spec:
         problem, remedy = "the data have no rewards", "add a column rewards to the source"
-        raise InputError("COLUMN", problem, str(dataset.path), remedy)
+        raise InputError("COLUMN", problem, dataset.name, remedy)
 
 
 def _note_movement(before: Array, after: Array, spread: float, steps: int) -> list[str]:

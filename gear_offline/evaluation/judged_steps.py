@@ -65,7 +65,7 @@ def read_steps(dataset: Dataset, columns: Sequence[str], sample: Int64Array) -> 
             problem = f"{name} is not finite at step {row - offsets[number]} of episode "
             problem += f"{sample[number]}, and critics learn from all"
             remedy = "leave such episodes out: convert with --where"
-            raise InputError("COLUMN", problem, str(dataset.path), remedy)
+            raise InputError("COLUMN", problem, dataset.name, remedy)
     has_next, ends = np.ones(offsets[-1], np.bool_), offsets[1:] - 1
     if len(stored) < len(columns):
         has_next[ends] = False

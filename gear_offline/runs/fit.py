@@ -33,12 +33,12 @@ def check_condition(recipe: Recipe, dataset: Dataset) -> None:
     needs_rewards = "rewards" not in dataset.spec and (recipe.model.asks_returns or sees_rewards)
     if goals and has_frames:
         problem, remedy = "goals are vectors, and the data are frames", "use loader.goals=null"
-        raise InputError("COLUMN", problem, where=str(dataset.path), remedy=remedy)
+        raise InputError("COLUMN", problem, where=dataset.name, remedy=remedy)
     if recipe.loader.condition == "advantage":
-        check_advantages(dataset.spec, str(dataset.path))
+        check_advantages(dataset.spec, dataset.name)
         if not 0.0 < float(dataset.statistics[ADVANTAGES].std.max()) < math.inf:
             problem, remedy = "advantages are all alike", "compute them by another run"
-            raise InputError("COLUMN", problem, str(dataset.path), remedy)
+            raise InputError("COLUMN", problem, dataset.name, remedy)
     elif needs_rewards and not goals:
         use = "model.condition=rewards sees them"
         use = use if sees_rewards else f"model.kind={recipe.model.kind} is asked for returns"
@@ -46,12 +46,12 @@ def check_condition(recipe: Recipe, dataset: Dataset) -> None:
         remedy = "clone the actions (model.kind=mlp), or add a column rewards to the source"
         if len(observed) == 1 and not has_frames:
             remedy = f"give it goals (loader.goals={{future: 1.0}}), {remedy}"
-        raise InputError("COLUMN", problem, where=str(dataset.path), remedy=remedy)
+        raise InputError("COLUMN", problem, where=dataset.name, remedy=remedy)
 
 
 def check_fit(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
     """Refuse what training would stumble over much later, or quietly get wrong."""
-    loader, model, path = recipe.loader, recipe.model, str(dataset.path)
+    loader, model, path = recipe.loader, recipe.model, dataset.name
     standard_fields(  # refuses what does not fit frames, or vectors
         dataset,
         normalize_states=loader.normalize_states,

@@ -147,7 +147,7 @@ def _plain_markdown(value: Any) -> Any:
 class DataFacts:
     """The facts of a dataset in a report."""
 
-    path: Path
+    path: str  # or address
     source: SourceRecord
     summary: DataSummary
 
@@ -159,10 +159,10 @@ def read_data(recipe: Recipe | None, summary: RunSummary | None = None) -> DataF
     """
     if recipe is None or (data := recipe.data).path is None or not is_there(data.path):
         return None
-    path = data.path
-    if is_remote(path):
-        path = str(fetch_manifest(path))
-    manifest, facts = Manifest.read(path), summary.data if summary else None
+    path, folder = str(Path(data.path).resolve()), Path(data.path)
+    if is_remote(data.path):
+        path, folder = data.path, fetch_manifest(data.path)
+    manifest, facts = Manifest.read(folder), summary.data if summary else None
     if facts is None and (data.admissions, data.admit_every, data.held_out) == (None,) * 3:
         returns = manifest.returns
         facts = DataSummary(
@@ -173,7 +173,7 @@ def read_data(recipe: Recipe | None, summary: RunSummary | None = None) -> DataF
         )
     if facts is None:
         return None
-    return DataFacts(path=Path(path).resolve(), source=manifest.source, summary=facts)
+    return DataFacts(path=path, source=manifest.source, summary=facts)
 
 
 def data_levels(result: TaskResult | None, data: DataFacts | None) -> dict[str, float]:

@@ -325,7 +325,7 @@ def _keep(number: int, plan: GroupPlan, datasets: Sequence[Dataset]) -> _Kept:
         if name is None or name not in dataset.videos:
             problem = f"frames of {name} stay in videos in some of the datasets"
             remedy = "convert all with --video keep, or all without"
-            raise InputError("LOADER_OPTION", problem, str(dataset.path), remedy)
+            raise InputError("LOADER_OPTION", problem, dataset.name, remedy)
         references.append(dataset.references(name) + np.array([len(files), 0, 0]))
         files += dataset.videos[name].files
     frames = KeptFrames(datasets[0].videos[name or ""].spec, tuple(files))

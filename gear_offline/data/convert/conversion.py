@@ -42,11 +42,12 @@ from gear_offline.data.convert.record import (
 from gear_offline.data.convert.shards import (
     Plan,
     Written,
+    folder_names,
     shard_bounds,
     write_in_processes,
     write_shards,
 )
-from gear_offline.data.dataset.dataset import with_shards
+from gear_offline.data.dataset.dataset import Dataset, with_shards
 from gear_offline.data.dataset.inspect import summary
 from gear_offline.data.dataset.manifest import (
     MANIFEST_NAME,
@@ -193,7 +194,8 @@ def convert(
     """
     check_environment_id(environment := part_name(environment), where="environment")
     target = given_path(out, "OUTPUT_WRITE", where="out")
-    path, address = None if isinstance(source, Source) else source, parse_address(source)
+    address = parse_address(source)
+    path: Any = None if isinstance(source, Source) else source
     is_parallel = workers > 1 or ray is not None
     can_reopen = path is not None and isinstance(map, str | None)  # in any process
     can_reopen &= isinstance(reader, str | None)
@@ -225,9 +227,9 @@ def convert(
     replaceable = is_only_dataset if overwrite else lambda path: False
     if address is not None:  # one version of it for all workers
         check_replaceable(target, replaceable)
-        source = path = fetch_source(address, is_file=reader is not None)
+        path = fetch_source(address, is_file=reader is not None)
     with ExitStack() as stack:
-        opened, edits = _open(source, edits, stack)
+        opened, edits = _open(source if path is None else path, edits, stack)
         if address is not None:
             opened.info = replace(opened.info, uri=hide_secrets(address))
         edits = edits.find_histories(opened)
@@ -247,13 +249,15 @@ def convert(
         plan = Plan(
             spec=edited.spec,
             content=edited.info.attributes.get(YIELDED),
+            folders=folder_names(edited),
             columns=stored,
             bounds=shard_bounds(edited.episodes, stored, shard_bytes=shard_bytes),
             block_bytes=block_bytes,
             allow_nonfinite=allow_nonfinite,
             folder=stack.enter_context(new_directory(target, replaceable=replaceable)),
         )
-        reopened = (path, edits) if path is not None and is_parallel else None
+        place: Any = address if isinstance(path, Dataset) else path
+        reopened = (place, edits) if path is not None and is_parallel else None
         shards, files = _write(edited, plan, reopened, workers, ray, quiet=quiet)
         kept = record_videos(edited, videos, files, target)
         manifest = make_manifest(edited, plan, shards, files, recorded, kept)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gear_offline.core.address import hide_secrets
 from gear_offline.core.files import writing
 from gear_offline.core.types import Array, Float64Array
 from gear_offline.core.workers import Caller, RayPool, WorkerPool
@@ -55,6 +56,7 @@ class Plan:
 
     spec: TableSpec  # of the source
     content: str | None  # digest of what a reader of the user's yielded
+    folders: tuple[str, ...]  # names of its files' folders: each manifest of a server has its own
     columns: tuple[ColumnSpec, ...]  # as they are written
     bounds: list[int]
     block_bytes: int
@@ -245,6 +247,10 @@ def write_in_processes(
         return list(pool.run(f"{__name__}:write_shard", jobs, on_message=advance))
 
 
+def folder_names(source: Source) -> tuple[str, ...]:
+    return tuple(file.path.parent.name for file in source.info.files)
+
+
 def write_shard(caller: Caller, path: str, edits: Edits, number: int, plan: Plan) -> Written:
     """Write one shard in a worker."""
     source = _open_edited(path, edits)
@@ -252,8 +258,8 @@ def write_shard(caller: Caller, path: str, edits: Edits, number: int, plan: Plan
         problem = "the reader yielded other episodes when a worker called it"
         remedy = "let it yield the same at each call (seed what it draws), or use one worker"
         raise InputError("USAGE", problem, path, remedy)
-    if source.spec != plan.spec:
-        raise changed_error(path)
+    if source.spec != plan.spec or folder_names(source) != plan.folders:
+        raise changed_error(hide_secrets(path))
     with writing(plan.folder):
         return write_shards(source, [number], plan, caller.send)[0]
 

@@ -20,10 +20,12 @@ import numpy.typing as npt
 
 from gear_offline.config.arguments import check_arguments
 from gear_offline.config.strict_yaml import byte_count
-from gear_offline.core.address import is_remote
+from gear_offline.core.address import hide_secrets, is_remote, parse_address
 from gear_offline.core.files import FileIdentity, file_identity
 from gear_offline.core.hub import card, put
+from gear_offline.core.remote import NoRangesError
 from gear_offline.core.system import usable_cores
+from gear_offline.core.text import say
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
 from gear_offline.data.dataset.fetch import fetch_dataset, open_ranges
 from gear_offline.data.dataset.manifest import (
@@ -102,6 +104,8 @@ class Dataset:
         Which of the episodes these are, if there are others (`view_episodes`).
     ranges
         Where the shards are, if they are read by ranges; `path` then has the manifest alone.
+    address
+        Where a server has it, without secrets; "" of a dataset of this machine.
     videos
         By column the frames that stay in videos: they are decoded whenever they are read.
     """
@@ -118,10 +122,16 @@ class Dataset:
     frozen: bool = False
     view: View | None = field(default=None, repr=False)
     ranges: Ranges | None = field(default=None, repr=False)
+    address: str = field(default="", repr=False)
     videos: Mapping[str, KeptFrames] = field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
-        return f"Dataset({str(self.path)!r}: {self.spec})"
+        return f"Dataset({self.name!r}: {self.spec})"
+
+    @property
+    def name(self) -> str:
+        """Address, or path, that a user knows it by."""
+        return self.address or str(self.path)
 
     @cached_property
     def spec(self) -> TableSpec:
@@ -579,20 +589,46 @@ def open_dataset(
     >>> dataset.column("rewards").dtype, dataset.statistics["observations"].mean.tolist()
     (dtype('float32'), [6.5, -4.5, 1.0])
     """
-    ranges, is_far = None, is_remote(path)
+    address, ranges = _shown_address(path), None
     if cache is not None:
         path, ranges = open_ranges(path, _cache_size(cache))
-    elif is_remote(path):
+    elif address:
         path = fetch_dataset(path)
+    dataset = _open(path, ranges, address, admissions)
+    return dataset.verify() if verify else dataset
+
+
+def open_to_read(path: str | os.PathLike[str], code: str = "DATASET_NOT_FOUND") -> Dataset:
+    """Open a dataset whose rows are read in order: at an address by ranges, if its server can.
+
+    `code` is that of errors of a server.
+    """
+    if parse_address(path) is None:
+        return open_dataset(path, verify=False)
+    address = _shown_address(path)
+    try:
+        return _open(*open_ranges(path, None, code), address)
+    except NoRangesError as error:
+        say(f"{error.where}: {error.problem}: it is fetched whole")
+        return _open(fetch_dataset(path, code), None, address)
+
+
+def _shown_address(path: str | os.PathLike[str]) -> str:
+    return hide_secrets(parse_address(path) or str(path)) if is_remote(path) else ""
+
+
+def _open(
+    path: str | os.PathLike[str], ranges: Ranges | None, address: str, admissions: int | None = None
+) -> Dataset:
     manifest, path = Manifest.read(path), given_path(path, "DATASET_NOT_FOUND", where="path")
-    if is_far and manifest.videos:
+    if address and manifest.videos:
         problem = f"frames of {', '.join(manifest.videos)} stay in videos of another machine"
         remedy = "convert the dataset there without --video keep, or fetch it with its videos"
-        raise InputError("DATASET_NOT_FOUND", problem, remedy=remedy)
-    dataset = with_shards(path, manifest, ranges=ranges)
+        raise InputError("DATASET_NOT_FOUND", problem, address, remedy)
+    dataset = replace(with_shards(path, manifest, ranges=ranges), address=address)
     if admissions != 0:
         dataset = grow_dataset(dataset, read_admissions(path)[0][:admissions])
-    return dataset.verify() if verify else dataset
+    return dataset
 
 
 def _cache_size(cache: int | str) -> int:
@@ -684,4 +720,5 @@ def with_shards(
         videos=open_videos(path, manifest) if before is None else before.videos,
         frozen=before is not None and before.frozen,
         ranges=ranges,
+        address="" if before is None else before.address,
     )

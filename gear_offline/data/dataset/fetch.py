@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,12 +20,13 @@ from gear_offline.data.dataset.manifest import (
     ShardRecord,
     read_admissions,
 )
-from gear_offline.data.dataset.ranges import BlockCache, Ranges
+from gear_offline.data.dataset.ranges import BlockCache, Ranges, largest_block
 from gear_offline.data.dataset.shard import LocalFile
 from gear_offline.data.dataset.shard_file import ShardFile
 from gear_offline.errors import InputError
 
 CODE = "DATASET_NOT_FOUND"
+READ_CACHE = 1 << 30  # bytes, for what reads all rows in their order
 
 
 def fetch_dataset(path: str | os.PathLike[str], code: str = CODE) -> Path:
@@ -67,17 +69,28 @@ def fetch_manifest(path: str | os.PathLike[str]) -> Path:
     return fetch_dataset(path) if address is None else _fetch_manifest(address, CODE)[0]
 
 
-def open_ranges(path: str | os.PathLike[str], cache: int) -> tuple[Path, Ranges]:
+def open_ranges(
+    path: str | os.PathLike[str], cache: int | None, code: str = CODE
+) -> tuple[Path, Ranges | None]:
     """Return a directory with a dataset's manifest, and its shards, read by ranges.
 
-    The cache, of `cache` bytes, belongs to the address.
+    The cache, of `cache` bytes, belongs to the address.  With None it has room for two blocks of
+    each column, at least `READ_CACHE`, and keeps what it has; shards that were all fetched before
+    are read where they lie.
     """
     address = parse_address(path)
     if address is None:
         remedy = "leave `cache` out; a dataset on the Hub has one: hf://datasets/USER/NAME"
         raise InputError("USAGE", "a cache is for a dataset at an address", str(path), remedy)
-    folder, manifest = _fetch_manifest(address, CODE)
-    ranges = Ranges(address, BlockCache(cache_folder(hide_secrets(address), "blocks"), cache))
+    folder, manifest = _fetch_manifest(address, code)
+    if cache is None and all((folder / shard.name).is_file() for shard in manifest.shards):
+        return folder, None
+    blocks = BlockCache(cache_folder(hide_secrets(address), "blocks"), cache or READ_CACHE)
+    if cache is None:
+        tensors = len(manifest.tensors(manifest.shards[0]))
+        room = 2 * tensors * largest_block(manifest)
+        blocks = replace(blocks, size=max(READ_CACHE, room, blocks.used))
+    ranges = Ranges(address, blocks)
     ranges.check_size(manifest)
     ranges.cache.shrink()
     return folder, ranges
@@ -100,8 +113,11 @@ def _fetch_manifest(address: str, code: str) -> tuple[Path, Manifest]:
         admissions = b""  # servers may refuse what is not there
     with turn_of(folder / MANIFEST_NAME, quiet=True), writing(folder):
         for name, content in ((ADMISSIONS_NAME, admissions), (MANIFEST_NAME, raw)):
-            if content:
-                write_file(folder / name, content)
+            file = folder / name
+            if not content:  # others were there before
+                file.unlink(missing_ok=True)
+            elif not file.is_file() or file.read_bytes() != content:  # else others may read it
+                write_file(file, content)
     return folder, manifest.grown(read_admissions(folder)[0])
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from gear_offline.config.arguments import check_arguments
 from gear_offline.core.progress import Progress, Terminal, print_table
 from gear_offline.core.text import count_text, number_text, printable, size_text, texts
-from gear_offline.data.dataset.dataset import HISTORIES, open_dataset
+from gear_offline.data.dataset.dataset import HISTORIES, open_to_read
 from gear_offline.data.dataset.manifest import Manifest
 from gear_offline.data.dataset.shard import DIGEST_CHARS
 
@@ -34,7 +34,7 @@ def inspect(
     Parameters
     ----------
     path, verify
-        As `gear_offline.open_dataset`.
+        As `gear_offline.open_dataset`; of an address only what this needs is read, and compared.
     quiet
         Show no progress.
 
@@ -45,7 +45,7 @@ def inspect(
         `digests` (``{"blocks", "block_bytes", "checked"}``) and ``returns.left_out``: episodes
         whose return is NaN or infinite.
     """
-    dataset = open_dataset(path, verify=False)
+    dataset = open_to_read(path)
     if verify:
         total = dataset.manifest.total_bytes + dataset.manifest.video_bytes
         title = f"verify {Path(path).name}"
@@ -63,7 +63,7 @@ def inspect(
     document["returns"]["left_out"] = episodes - manifest.returns.count
     document["endings"]["neither"] = episodes - sum(count for _, count in manifest.endings)
     seals = {"blocks": blocks, "block_bytes": manifest.block_bytes, "checked": checked}
-    sizes = {"path": str(dataset.path), "bytes": manifest.total_bytes}
+    sizes = {"path": dataset.name, "bytes": manifest.total_bytes}
     return {**document, **sizes, "digests": seals, "verified": dataset.verified}
 
 

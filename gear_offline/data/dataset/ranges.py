@@ -49,6 +49,13 @@ class BlockCache:
     size: int
     _compared: dict[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
+    @property
+    def used(self) -> int:
+        """Bytes of all blocks, or more; `size` if nobody knows."""
+        with suppress(OSError, ValueError):
+            return int((self.folder / _USED).read_bytes())
+        return self.size
+
     def open(self, name: str, fetch: Callable[[], bytearray]) -> int:
         """Return a descriptor of the block with the digest `name`, fetched if it is not there."""
         if (handle := self._find(name)) is not None:
@@ -79,9 +86,7 @@ class BlockCache:
     def _add(self, name: str, content: bytearray) -> int:
         room, used, path = _disk_bytes(len(content)), self.folder / _USED, self.folder / name
         with turn_of(used, quiet=True, seconds=TURN_SECONDS), writing(self.folder):
-            text = used.read_bytes() if used.is_file() else b""
-            total = int(text) if text.isdigit() else self.size
-            if total + room > self.size:
+            if (total := self.used) + room > self.size:
                 total = self._make_room(room)
             used.write_bytes(b"%d" % (total + room))  # first: a kill may make it too large
             with new_hidden_file(path) as (hidden, file):

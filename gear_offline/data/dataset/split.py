@@ -47,7 +47,7 @@ class HeldOut:
             remedy = f"use a share (data.held_out) above {low:.4f} and up to {high:.4f}"
             if low == high:
                 remedy = f"it takes two episodes that differ{(self.by and f' in {self.by}') or ''}"
-            raise InputError("SELECTION", problem, str(dataset.path), remedy)
+            raise InputError("SELECTION", problem, dataset.name, remedy)
         return numbers
 
     def stays(self, dataset: Dataset, first: int) -> BoolArray:

@@ -415,7 +415,7 @@ def dataset_source(dataset: Dataset) -> Source:
         attributes["warnings"] = before.warnings
     attributes["converted_from"] = f"{before.uri} ({before.format}), digest {before.digest}"
     info = SourceInfo(
-        uri=dataset.path.name,
+        uri=dataset.address or dataset.path.name,
         format="gear",
         rule=before.rule,
         environment_id=dataset.environment_id,

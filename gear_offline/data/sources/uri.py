@@ -13,10 +13,10 @@ from gear_offline.config.arguments import check_arguments
 from gear_offline.core.address import hide_secrets, is_remote, parse_address
 from gear_offline.core.hub import fetch, is_hub
 from gear_offline.core.remote import fetch_file
-from gear_offline.data.dataset.fetch import fetch_dataset
+from gear_offline.data.dataset.dataset import Dataset, open_to_read
 from gear_offline.data.dataset.scores import dataset_file, dataset_of_file
 from gear_offline.data.sources.base import Source, SourceRequest
-from gear_offline.data.sources.combine import adapt_columns, with_columns
+from gear_offline.data.sources.combine import adapt_columns, dataset_source, with_columns
 from gear_offline.data.sources.d4rl_package import open_d4rl_package
 from gear_offline.data.sources.folders import open_folder
 from gear_offline.data.sources.formats import (
@@ -24,6 +24,7 @@ from gear_offline.data.sources.formats import (
     FORMATS,
     HDF5,
     SCHEMES,
+    Format,
     find_format,
     list_formats,
     open_format,
@@ -79,15 +80,19 @@ def open_source(
     """
     if is_remote(uri):
         uri = parse_address(uri) or str(uri)
-        path = fetch_source(uri, is_file=reader is not None)
+        fetched: Any = fetch_source(uri, is_file=reader is not None)
         how: Any = {"rule": rule, "partial": partial, "keeps_videos": keeps_videos}
-        source = open_source(path, names=names, reader=reader, **how)
+        source = open_source(fetched, names=names, reader=reader, **how)
         source.info = replace(source.info, uri=hide_secrets(uri))
         return source
     names = names or {}
     if not (isinstance(names, Mapping) and all(isinstance(o, str) for o in names.values())):
         remedy = 'give a mapping: {"observations": "obs"}'
         raise InputError("COLUMN", f"names={names!r} is not usable", "", remedy)
+    if isinstance(uri, Dataset):  # of an address
+        opened = Format(lambda path, request: dataset_source(uri), {"gear": "stored"})
+        request = SourceRequest(uri.name, rule, names)
+        return adapt_columns(open_format(opened, uri.path, request), rule)
     if isinstance(uri, Mapping | list | tuple):
         remedy = "make a source of it: go.from_arrays(columns), go.from_episodes(episodes)"
         raise InputError("SOURCE_READ", f"a {type(uri).__name__} is not a path", "", remedy)
@@ -114,14 +119,14 @@ def open_source(
     return adapt_columns(source, rule)
 
 
-def fetch_source(uri: str, *, is_file: bool) -> Path:
-    """Return the place on this machine of a source on a server."""
+def fetch_source(uri: str, *, is_file: bool) -> Path | Dataset:
+    """Return the place on this machine of a source on a server; shards that stay there, opened."""
     if is_hub(uri):
         return fetch(uri, "dataset", "SOURCE_READ")
     suffix = PurePosixPath(hide_secrets(uri)).suffix.lower()
     if is_file or any(suffix in form.suffixes for form in FORMATS):
         return fetch_file(uri, "SOURCE_READ")
-    return fetch_dataset(uri, "SOURCE_READ")
+    return open_to_read(uri, "SOURCE_READ")
 
 
 def find_local_path(source: str) -> Path | None:
