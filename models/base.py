@@ -330,9 +330,6 @@ class SequenceModel(nn.Module):
         """Return further numbers to log."""
         return {}
 
-    def configure(self, settings: Any) -> None:
-        """Take over options that no weights depend on."""
-
     def of_task(self, name: str) -> SequenceModel:
         """Return the model of one of several tasks."""
         problem = f"{type(self).__name__} cannot be taken apart by tasks"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -111,17 +111,6 @@ def _has_fast_dropout(values: Tensor) -> bool:
     """Return true if `drop` takes its own path: eager float32 on a CPU."""
     eager = not torch.compiler.is_compiling()
     return eager and values.device.type == "cpu" and values.dtype == torch.float32
-
-
-def attend_eagerly(
-    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, scale: float, dropout: float
-) -> Tensor:
-    """`attend` by plain products, as the released class's eager attention."""
-    if mask is None:
-        mask = causal_mask(query.shape[-2], device=query.device)
-    scores = torch.matmul(query, key.transpose(-1, -2)) * scale
-    weights = scores.float().masked_fill(~mask, float("-inf")).softmax(-1).to(query.dtype)
-    return torch.matmul(F.dropout(weights, dropout, training=dropout > 0.0), value)
 
 
 def causal_mask(tokens: int, *, device: torch.device) -> Tensor:
@@ -232,7 +221,6 @@ class Block(nn.Module):
         self,
         hidden: Tensor,
         mask: Tensor | None = None,
-        eager: bool = False,
         keep: Keep | None = None,
         rotation: Rotation | None = None,
         past: Past | None = None,
@@ -244,7 +232,7 @@ class Block(nn.Module):
         that of the tokens' places, if the model has it.  The tokens follow those of the `past`, if
         there is one.
         """
-        mixed = self._attend(hidden, mask, eager, keep, rotation, past)
+        mixed = self._attend(hidden, mask, keep, rotation, past)
         dropout = self.residual_dropout if self.training else 0.0
         hidden = take(hidden, keep) + drop(self._map(self.attn.c_proj, mixed), dropout)
         inner = self._map(self.mlp.c_proj, self._widen(self.ln_2(hidden)))
@@ -272,7 +260,6 @@ class Block(nn.Module):
         self,
         hidden: Tensor,
         mask: Tensor | None,
-        eager: bool,
         keep: Keep | None,
         rotation: Rotation | None,
         past: Past | None,
@@ -283,11 +270,8 @@ class Block(nn.Module):
         packed = self._map(self.attn.c_attn, self.ln_1(hidden))
         packed = packed if rotation is None else rotation.turn(packed, heads)
         dropout = self.attention_dropout if self.training else 0.0
-        if (
-            mask is None
-            and not eager
-            and supports_packed(packed.device, packed.dtype, tokens=tokens, head=width // heads)
-        ):
+        sizes = {"tokens": tokens, "head": width // heads}
+        if mask is None and supports_packed(packed.device, packed.dtype, **sizes):
             seeds = None
             if dropout > 0.0:
                 # From torch's generator of the device: replays of a CUDA graph draw anew, and
@@ -298,8 +282,7 @@ class Block(nn.Module):
         query, key, value = grouped.permute(2, 0, 3, 1, 4).unbind()  # (B, N, T, D) each
         if past is not None:
             key, value = past.extend(key, value)
-        options: Any = {"mask": mask, "scale": scale, "dropout": dropout}
-        mixed = (attend_eagerly if eager else attend)(query, key, value, **options)
+        mixed = attend(query, key, value, mask=mask, scale=scale, dropout=dropout)
         return take(mixed.transpose(1, 2).reshape(batch, tokens, width), keep)
 
 

@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +54,6 @@ from gear_offline.models.narrow import LOADED, half_type, joint_maps, narrow_lin
 from gear_offline.models.tensor_file import write_tensors
 from gear_offline.models.transformer_config import TransformerConfig
 
-Attention = Literal["auto", "sdpa", "eager"]
 FILES = ("config.json", "model.safetensors")  # of a model, as `save_pretrained` writes them
 STATE_TOKENS = slice(1, None, 3)  # of (return, state, action); actions are predicted there
 JOINT_INPUTS = 512  # elements of all inputs: beyond, zeros cost more than narrow products
@@ -90,8 +89,6 @@ class DecisionTransformer(SequenceModel):
     ----------
     config
         `gear_offline.models.transformer_config.TransformerConfig`.
-    attention
-        ``"eager"``: by plain matrix products; else fused.  Not saved.
     discrete
         True if actions are integers.
     frame_encoder
@@ -169,7 +166,6 @@ class DecisionTransformer(SequenceModel):
             self.predict_log_std = nn.Linear(hidden, config.act_dim)
             init_weights(self.predict_log_std, config.initializer_range)
             self.log_temperature = nn.Parameter(torch.tensor(math.log(INITIAL_TEMPERATURE)))
-        self.attention: Attention = "auto"
         self.recomputed = False  # blocks, in the backward pass
         self.facts = ModelFacts(
             state_dim=sum(column.size for column in columns),
@@ -232,7 +228,7 @@ class DecisionTransformer(SequenceModel):
     def build(cls, facts: ModelFacts, settings: TransformerSettings) -> Self:
         """Return a model, as of a recipe; what does not fit is ``MODEL``."""
         model = cls(config_of(facts, settings))
-        model.attention, model.settings = settings.attention, settings
+        model.settings = settings
         return model
 
     def forward(
@@ -388,9 +384,6 @@ class DecisionTransformer(SequenceModel):
     def measures(self) -> dict[str, float]:
         temperature = self.log_temperature.detach().exp() if self.stochastic else None
         return {} if temperature is None else {"temperature": float(temperature)}
-
-    def configure(self, settings: Any) -> None:
-        self.attention = getattr(settings, "attention", "auto")
 
     def of_task(self, name: str) -> DecisionTransformer:
         alone: DecisionTransformer = single_task(self, name)
@@ -554,7 +547,7 @@ class DecisionTransformer(SequenceModel):
             rotation = Rotation.of(past[0].places if past else number, width)
         for i, block in enumerate(self.encoder.h):
             kept = keep if i == last else None
-            inputs = (hidden, mask, self.attention == "eager", kept, rotation)
+            inputs = (hidden, mask, kept, rotation)
             if recomputed:
                 hidden = checkpoint(block, *inputs, use_reentrant=False)
             else:

@@ -290,7 +290,6 @@ def trained_model(checkpoint: Checkpoint, kind: str | None = None) -> TrainedMod
         if is_parts(error):
             raise
         raise run_damaged(checkpoint.path, "the weights do not fit the configuration") from error
-    model.configure(checkpoint.recipe.model)
     run = checkpoint.path  # a checkpoint that was copied out of its run
     if run.parent.name == "checkpoints":
         run = run.parent.parent

@@ -521,8 +521,6 @@ class TransformerSettings(ModelSettings):
     """First token of a step: its return-to-go; rewards: the last reward, and nothing is asked."""
     position: Literal["none", "rotary"] = "none"
     """Place in the window, besides the timestep: rotary: what lies between two tokens counts."""
-    attention: Literal["auto", "sdpa", "eager"] = "auto"
-    """Attention implementation."""
     encoder: Literal["auto", "none", "cnn", "patch"] = "auto"
     """Encoder of frames: the DQN's convolutions, or linear maps of patches; auto: cnn."""
 

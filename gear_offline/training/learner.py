@@ -42,7 +42,7 @@ from gear_offline.training.validation import Validation
 from gear_offline.training.window import ReportWindow
 
 MEASURED = ("step", "loss", "gradient_norm", "learning_rate")  # names that losses may have too
-WITHOUT_WEIGHTS = ("dropout", "attention", "max_timestep")  # options of the moment
+WITHOUT_WEIGHTS = ("dropout", "max_timestep")  # options of the moment
 SEED_STRIDE = 0x9E3779B97F4A7C15  # between the seeds of two ranks
 ITEMS, SELECTION = "items/", "selection/"  # before the names of their arrays in a checkpoint
 
