@@ -2,19 +2,22 @@
 
     pip install ogbench jax flax optax distrax ml_collections
     python -m benchmarks.gcbc pointmaze-medium-navigate --sdist ogbench-1.2.2 --steps 1000
-    python -m benchmarks.gcbc pointmaze-medium-navigate --sdist ogbench-1.2.2 --play --seeds 8
+    python -m benchmarks.gcbc pointmaze-medium-navigate --sdist ogbench-1.2.2 --play --steps 100000
 
 Without `--play` both learn from the same first weights and the same batches, on a CPU in float32;
-it prints how far losses and weights lie apart.  With `--play` its learner trains on batches that it
-draws itself and plays by its own evaluation: a row for `benchmarks.ogbench_page`.
+it prints how far losses and weights lie apart.  With `--play` its learner trains, on a GPU if JAX
+has one, on batches that it draws itself; saved in a folder beside `--out`, it plays by its own
+evaluation on CPUs: a row for `benchmarks.ogbench_page`.
 """
 
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,15 +25,18 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 import gear_offline as go
 from benchmarks.ogbench import CACHE, COMMON, EPISODES, MODELS, converted, listed, make, text_of
 from gear_offline.core.files import write_file
-from gear_offline.core.system import machine, usable_cores
+from gear_offline.core.system import clean_commit, machine, usable_cores, versions
 from gear_offline.runs.resolve import resolve
 from gear_offline.training.learner import Learner
 
 PRINTED = (1, 2, 5, 10, 20, 50, 100, 200, 500)  # and thousands
+SCANNED = 100  # steps a call
+TASKS = 5  # of each set
 
 
 def compare(data: Path, steps: int, words: list[str], *, same_weights: bool) -> None:
@@ -77,27 +83,94 @@ def _maps(agent: Any) -> list[dict[str, Any]]:
     return [{key: np.array(value) for key, value in each.items()} for each in maps]
 
 
-def play(
-    name: str, source: Path, impls: Path, steps: int, episodes: int, seed: int
-) -> dict[str, Any]:
-    """Train its learner as its `main.py` does; return what its evaluation gives."""
+def train(source: Path, impls: Path, steps: int, folder: Path, seed: int) -> float:
+    """Train its learner as its `main.py` does and save it; return the error of the last steps.
+
+    Its update is compiled with a loop around it, so that Python is not waited for at each step.
+    """
     sys.path.insert(0, str(impls))
     jax, ogbench = import_module("jax"), import_module("ogbench")
     module, config = import_module("utils.datasets"), import_module("agents.gcbc").get_config()
     columns = ogbench.load_dataset(source, compact_dataset=True)
-    environment = ogbench.make_env_and_datasets(f"{name}-v0", env_only=True)
     dataset = module.GCDataset(module.Dataset.create(**columns), config)
     np.random.seed(seed)
-    agent, errors = _agent(seed, dataset.sample(1)), deque[Any](maxlen=1000)
-    for _ in range(steps):
-        agent, info = agent.update(dataset.sample(config["batch_size"]))
+    agent, errors = _agent(seed, dataset.sample(1)), deque[Any](maxlen=1000 // SCANNED)
+    advance = jax.jit(lambda agent, batches: jax.lax.scan(type(agent).update, agent, batches))
+    for done in range(0, steps, SCANNED):
+        count = min(SCANNED, steps - done)
+        batches = [dataset.sample(config["batch_size"]) for _ in range(count)]
+        agent, info = advance(agent, jax.tree.map(lambda *each: np.stack(each), *batches))
         errors.append(info["actor/mse"])
-    agent = jax.device_put(agent, jax.devices("cpu")[0])
-    evaluate, shares = import_module("utils.evaluation").evaluate, list[float]()
-    for task in range(1, 1 + len(environment.unwrapped.task_infos)):
-        how = {"task_id": task, "config": config, "num_eval_episodes": episodes}
-        shares.append(float(evaluate(agent=agent, env=environment, **how)[0]["success"]))
-    return {"tasks": shares, "loss": float(np.mean(errors))}
+    import_module("utils.flax_utils").save_agent(agent, str(folder), seed)
+    return float(np.mean(np.concatenate(errors)))
+
+
+def play(name: str, impls: Path, episodes: int, folder: Path, seed: int, task: int) -> float:
+    """Return its share of successes in a task by its own evaluation, on a CPU."""
+    sys.path.insert(0, str(impls))
+    environment = import_module("ogbench").make_env_and_datasets(f"{name}-v0", env_only=True)
+    spaces = environment.observation_space, environment.action_space
+    observations, actions = (space.sample()[None] for space in spaces)
+    agent = _agent(seed, {"observations": observations, "actions": actions})
+    agent = import_module("utils.flax_utils").restore_agent(agent, str(folder), seed)
+    environment.reset(seed=seed * TASKS + task)
+    np.random.seed(seed * TASKS + task)
+    config = import_module("agents.gcbc").get_config()
+    how = {"task_id": task, "config": config, "num_eval_episodes": episodes}
+    evaluate = import_module("utils.evaluation").evaluate
+    return float(evaluate(agent=agent, env=environment, **how)[0]["success"])
+
+
+def measure(
+    name: str,
+    sdist: Path,
+    impls: Path,
+    steps: int,
+    episodes: int,
+    seeds: list[int],
+    cache: Path,
+    out: Path,
+) -> dict[str, Any]:
+    """Train and play seeds of its learner side by side; one that is trained is only played."""
+    folder, commit = out.with_suffix(""), clean_commit()
+    what: dict[str, Any] = {"set": name, "model": "gcbc of OGBench", "steps": steps, "seeds": seeds}
+    if not (path := folder / "trained.json").exists():
+        source = make(name, sdist, cache)
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        with ProcessPoolExecutor(min(len(seeds), usable_cores()), get_context("spawn")) as pool:
+            losses = [*pool.map(partial(train, source, impls, steps, folder), seeds)]
+        digest = xxhash.xxh3_128_hexdigest(source.read_bytes())
+        facts = {"commit": commit, "machine": _machine(), "digest": digest, "loss": losses}
+        write_file(path, json.dumps(what | facts, indent=1).encode())
+    trained = json.loads(path.read_text())
+    if any(trained[key] != value for key, value in what.items()):
+        raise SystemExit(f"{path}: of another set, steps or seeds; name another --out")
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    turns = [(seed, task) for seed in seeds for task in range(1, TASKS + 1)]
+    with ProcessPoolExecutor(min(len(turns), usable_cores()), get_context("spawn")) as pool:
+        shares = [
+            *pool.map(partial(play, name, impls, episodes, folder), *zip(*turns, strict=True))
+        ]
+    tasks = np.reshape(shares, (len(seeds), TASKS))
+    outcome = {"success": tasks.mean(1).tolist(), "tasks": tasks.tolist(), "loss": trained["loss"]}
+    row = what | {"digest": trained["digest"]} | outcome
+    command = f"python -m benchmarks.gcbc {shlex.join(sys.argv[1:])}"
+    document: dict[str, Any] = {
+        "commit": commit,
+        "command": command,
+        "machine": _machine(),
+        "trained": trained,
+    }
+    document |= {"ogbench": sdist.name, "episodes": episodes, "results": [row]}
+    write_file(out, json.dumps(document, indent=1).encode())
+    return row
+
+
+def _machine() -> dict[str, Any]:
+    described = machine()
+    described["versions"] |= versions("jax", "flax", "optax", "distrax")
+    return described
 
 
 if __name__ == "__main__":
@@ -114,17 +187,16 @@ if __name__ == "__main__":
     chosen, words = parser.parse_known_args()
     sys.path.insert(0, str(impls := chosen.sdist.absolute() / "impls"))
     if chosen.play:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-        source, seeds = make(chosen.set, chosen.sdist, chosen.cache), listed(chosen.seeds)
-        with ProcessPoolExecutor(min(len(seeds), usable_cores()), get_context("spawn")) as pool:
-            job = (chosen.set, source, impls, chosen.steps, chosen.episodes)
-            results = [pool.submit(play, *job, seed) for seed in seeds]
-            runs = [result.result() for result in results]
-        row = {"set": chosen.set, "model": "gcbc of OGBench", "steps": chosen.steps}
-        row |= {"seeds": seeds, "success": [float(np.mean(run["tasks"])) for run in runs]}
-        row |= {key: [run[key] for run in runs] for key in ("tasks", "loss")}
-        document = {"machine": machine(), "results": [row]}
-        write_file(chosen.out, json.dumps(document, indent=1).encode())
+        row = measure(
+            chosen.set,
+            chosen.sdist.absolute(),
+            impls,
+            chosen.steps,
+            chosen.episodes,
+            listed(chosen.seeds),
+            chosen.cache,
+            chosen.out,
+        )
         print(f"{chosen.set}, {row['model']}: {text_of(row['success'])}")
     else:
         data = converted(chosen.set, chosen.sdist, chosen.cache)
