@@ -13,7 +13,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,7 @@ STEPS, EPISODES = 1_000_000, 2_186  # as D4RL's hopper-medium-v2
 STATE_DIM, ACTION_DIM, CONTEXT = 11, 3, 20
 
 Call = Callable[[], object]
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -171,14 +172,14 @@ def _turn(call: Call) -> Iterator[None]:
 
 
 def alternate(
-    candidates: Mapping[str, Call], *, turns: int, seconds: float, label: str = "turns"
-) -> dict[str, float]:
+    candidates: Mapping[Key, Call], *, turns: int, seconds: float, label: str = "turns"
+) -> dict[Key, float]:
     """Return the median seconds of a call of each candidate.
 
     They take turns of about `seconds`, so that a disturbance of the machine meets all of them.
     """
-    calls: dict[str, int] = {}
-    seconds_of: dict[str, list[float]] = {name: [] for name in candidates}
+    calls: dict[Key, int] = {}
+    seconds_of: dict[Key, list[float]] = {name: [] for name in candidates}
     try:
         for call in candidates.values():
             _signal(call, signal.SIGSTOP)

@@ -3,16 +3,20 @@
 ``JAX_CORL`` names a checkout of https://github.com/nissymori/JAX-CORL; jax, flax, optax and
 omegaconf must be there.  Three ways to run its own functions: its loop as it is (a Python loop of
 two jitted calls, trajectories as NumPy arrays), trajectories on the device and the loop as one
-``lax.scan``, and that for eight seeds under ``vmap``; the scans also with all its weights, moments
-and data cast to bfloat16, for which its code has no option.  Sizes are the paper's (128 wide, 3
-layers, windows of 20, batches of 64, dropout 0.1); its products run in JAX's default precision.
+``lax.scan``, and that for eight seeds under ``vmap``; the scans in both precisions, as ours.  Its
+code has no option for bfloat16: all its weights, moments and data are cast.  Sizes are the paper's
+(128 wide, 3 layers, windows of 20, batches of 64, dropout 0.1); its float32 products run in JAX's
+default precision.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -20,39 +24,44 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import Data, alternate, hopper_like, need_cuda
-from benchmarks.train import OURS, paper_learner
+from benchmarks.common import Call, Data, alternate, hopper_like, need_cuda, timed
+from benchmarks.train import paper_learner
+from gear_offline.core.text import say
 from gear_offline.errors import UnavailableError
 from gear_offline.training.stack import make_step
 
 SEEDS = 8
-COMPILED = "one graph, compiled, bf16"
-SINGLE = ("train.graph=on", "train.compile=on", "train.precision=fp32")
+STEPS = 400  # of a scan
+PYTHON_STEPS = 10  # of its own loop, which makes about 13 a second
+PRECISIONS = ("bf16", "fp32")
+Way = tuple[str, str, int]  # its name, its precision, the steps that a call makes
 
 
 def run(*, quick: bool = False) -> dict[str, Any]:
-    """Measure; more than five minutes, most of them compiling: each rate is told as it comes."""
+    """Measure; about three minutes, most of them compiling, theirs beside ours."""
     need_cuda()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPU holds both
     peer = _peer()
-    steps, turns = (200, 3) if quick else (1000, 5)
-    rows = []
-    with hopper_like(quick=quick) as data:
-        for name, options in ((COMPILED, OURS[COMPILED]), ("one graph, compiled, fp32", SINGLE)):
-            step = make_step([paper_learner(data.dataset, options)])
-            step.run()
-            ours = alternate({name: step.run}, turns=turns, seconds=1.0)[name]
-            rows.append({"name": f"ours, {name}", "steps_per_second": 1 / ours})
-        stack = make_step(
-            [paper_learner(data.dataset, OURS[COMPILED], seed=n) for n in range(SEEDS)]
-        )
-        together = alternate({"stack": stack.run}, turns=turns, seconds=1.0)["stack"]
-        name = f"ours, {SEEDS} seeds stacked, in sum"
-        rows.append({"name": name, "steps_per_second": SEEDS / together})
-        for name, rate in _rates(peer, _trajectories(peer, data), steps, turns).items():
-            rows.append({"name": name, "steps_per_second": rate})
-    for row in rows:
-        row["ratio"] = row["steps_per_second"] / rows[0]["steps_per_second"]  # type: ignore[operator]
-    return {"base": rows[0]["name"], "results": rows}
+    calls = dict[Way, Call]()
+    with hopper_like(quick=quick) as data, ThreadPoolExecutor() as pool:
+        makers = _ways(peer, *_trajectories(peer, data))
+        theirs = {way: pool.submit(make) for way, make in makers.items()}
+        for precision in PRECISIONS:
+            options = ("train.graph=on", "train.compile=on", f"train.precision={precision}")
+            for name, seeds in (("one graph, compiled", 1), ("8 seeds stacked, in sum", SEEDS)):
+                learners = [paper_learner(data.dataset, options, seed=n) for n in range(seeds)]
+                calls[f"ours, {name}", precision, seeds] = step = make_step(learners).run
+                timed(step, 2)
+                say(f"ours, {name}, {precision}: compiled")
+        for way, made in theirs.items():
+            calls[way] = made.result()
+            say(f"{way[0]}, {way[1]}: compiled")
+        seconds = alternate(calls, turns=3 if quick else 5, seconds=0.5)
+    rows = [
+        {"name": name, "precision": precision, "steps_per_second": count / each}
+        for (name, precision, count), each in seconds.items()
+    ]
+    return {"base": f"{rows[0]['name']}, {rows[0]['precision']}", "results": rows}
 
 
 def _peer() -> ModuleType:
@@ -74,6 +83,9 @@ def _peer() -> ModuleType:
         spec.loader.exec_module(module)
     finally:
         sys.argv = arguments
+    # jnp.sqrt of its number of units is float32, which would make all that follows float32
+    vars(numbers := ModuleType("jnp")).update(vars(module.jax.numpy), sqrt=math.sqrt)
+    vars(module)["jnp"] = numbers
     return module
 
 
@@ -93,62 +105,52 @@ def _trajectories(peer: ModuleType, data: Data) -> Any:
     )
 
 
-def _rates(peer: ModuleType, data: Any, steps: int, turns: int) -> dict[str, float]:
+def _ways(peer: ModuleType, lengths: Any, trajectories: Any) -> dict[Way, Callable[[], Call]]:
+    """Return what compiles each way to train it."""
     import jax
 
-    lengths, trajectories = data
     config = peer.config
     options = (config.batch_size, config.context_len, len(lengths))
-    on_device, sizes = jax.device_put(trajectories), jax.numpy.array(lengths)
+    sizes = jax.numpy.array(lengths)
 
-    def sample(key: Any, source: Any) -> Any:
-        return peer.sample_traj_batch(key, source, *options, sizes)
+    def scan(state: Any, key: Any, source: Any) -> Any:
+        def step(carried: Any, _: None) -> Any:
+            state, key = carried
+            key, data_key, update_key = jax.random.split(key, 3)
+            batch = peer.sample_traj_batch(data_key, source, *options, sizes)
+            state, loss = peer.DT.update(state, batch, update_key)
+            return (state, key), loss
 
-    def start(key: Any) -> Any:
-        return peer.create_dt_train_state(key, 11, 3, config)
+        return jax.lax.scan(step, (state, key), None, STEPS)[1]
 
-    def step(carried: Any, _: None) -> Any:
-        state, key = carried
-        key, data_key, update_key = jax.random.split(key, 3)
-        state, loss = peer.DT.update(state, sample(data_key, on_device), update_key)
-        return (state, key), loss
-
-    def scan(state: Any, key: Any) -> Any:
-        return jax.lax.scan(step, (state, key), None, steps)[1]
-
-    update = jax.jit(peer.DT.update)
+    def compiled(seeds: int, precision: str) -> Call:
+        cast = _in_bfloat16 if precision == "bf16" else lambda tree: tree
+        of_keys = (state, keys[0]) if seeds == 1 else (states, keys)
+        called = scan if seeds == 1 else jax.vmap(scan, (0, 0, None))
+        given = cast((*of_keys, jax.device_put(trajectories)))
+        program = jax.jit(called).lower(*given).compile()
+        return lambda: jax.block_until_ready(program(*given))
 
     def loop() -> Any:
-        state, key, loss = start(jax.random.PRNGKey(0)), jax.random.PRNGKey(1), None
-        for _ in range(steps // 50):
+        trained, key, loss = state, jax.random.PRNGKey(1), None
+        for _ in range(PYTHON_STEPS):
             key, data_key, update_key = jax.random.split(key, 3)
-            state, loss = update(state, sample(data_key, trajectories), update_key)
-        return loss
+            batch = peer.sample_traj_batch(data_key, trajectories, *options, sizes)
+            trained, loss = update(trained, batch, update_key)
+        return jax.block_until_ready(loss)
 
     keys = jax.random.split(jax.random.PRNGKey(0), SEEDS)
-    single, many = jax.jit(scan), jax.jit(jax.vmap(scan))
-    state, states = start(keys[0]), jax.vmap(start)(keys)
-    narrow, narrow_states = _in_bfloat16(state), _in_bfloat16(states)
-    ways = {
-        "JAX-CORL's loop": (loop, steps // 50),
-        "JAX-CORL's step in one scan": (lambda: single(state, keys[0]), steps),
-        f"the same, {SEEDS} seeds vmapped, in sum": (lambda: many(states, keys), SEEDS * steps),
-        "one scan, bfloat16": (lambda: single(narrow, keys[0]), steps),
-        f"{SEEDS} seeds, bfloat16, in sum": (lambda: many(narrow_states, keys), SEEDS * steps),
-    }
-    rates = {}
-    for name, (call, count) in ways.items():
-        if "bfloat16" in name:  # traced anew, since the types of the state differ
-            on_device = _in_bfloat16(on_device)
-        jax.block_until_ready(call())
-        seconds = []
-        for _ in range(turns):
-            began = time.perf_counter()
-            jax.block_until_ready(call())
-            seconds.append(time.perf_counter() - began)
-        rates[name] = count / float(np.median(seconds))
-        print(f"{name}: {rates[name]:,.0f} steps/s", file=sys.stderr, flush=True)
-    return rates
+    states = jax.vmap(lambda key: peer.create_dt_train_state(key, 11, 3, config))(keys)
+    state = jax.tree.map(lambda leaf: leaf[0], states)
+    update = jax.jit(peer.DT.update)
+    ways: dict[Way, Callable[[], Call]] = {}
+    for precision in PRECISIONS:
+        single = "JAX-CORL's step in one scan", precision, STEPS
+        ways[single] = partial(compiled, 1, precision)
+        many = "the same, 8 seeds vmapped, in sum", precision, SEEDS * STEPS
+        ways[many] = partial(compiled, SEEDS, precision)
+    ways["JAX-CORL's loop", "fp32", PYTHON_STEPS] = lambda: loop
+    return ways
 
 
 def _in_bfloat16(tree: Any) -> Any:
