@@ -418,6 +418,11 @@ def test_who_cannot_act_by_itself_is_told(walks: Path, tmp_path: Path) -> None:
         with one_error("RECIPE", problem):
             own = [*words, environment, f"{options}{how}"]
             go.train("online-room", own, out=tmp_path / "run", quiet=True)
+    go.convert(walks, tmp_path / "more", map=lambda e: {"seen": e["rewards"]}, quiet=True)
+    with one_error("COLUMN", "the data have seen, which no episode that is played has"):
+        own = [*ACTING, f"data.path={tmp_path}/more", "data.collect=null", "train.device=cpu"]
+        go.train("online-room", own, out=tmp_path / "other", quiet=True)
+    assert not (tmp_path / "other").exists()
     with one_error("RECIPE", "actors.*need admit_every"):
         go.load_recipe("online-room", ["data.admit_every=null", "data.max_size=null"])
 

@@ -27,6 +27,7 @@ from gear_offline.data.dataset.scores import find_scores
 from gear_offline.data.dataset.statistics import distribution
 from gear_offline.distributed.world import resolve_device
 from gear_offline.errors import InputError, UnavailableError
+from gear_offline.evaluation.collect.record import check_recorded
 from gear_offline.evaluation.environments import (
     EnvironmentFacts,
     Options,
@@ -153,6 +154,8 @@ def _resolve_one(
 ) -> tuple[Recipe, ModelSizes]:
     recipe = with_fallback(recipe, dataset)
     check_condition(recipe, dataset)
+    if recipe.data.actors is not None:
+        check_recorded(dataset)
     sizes, undivided = data_sizes(dataset, recipe.loader.observations), dataset.whole or dataset
     environment = recipe.evaluate.environment or dataset.environment_id
     is_own = is_same(environment, dataset.environment_id)

@@ -27,7 +27,7 @@ from gear_offline.core.workers import Caller, WorkerPool
 from gear_offline.data.convert.append import Appender
 from gear_offline.data.dataset.dataset import open_dataset
 from gear_offline.errors import InputError, given_path
-from gear_offline.evaluation.collect.record import Player, check_noise, episode_plan, is_recorded
+from gear_offline.evaluation.collect.record import Player, check_noise, check_recorded, episode_plan
 from gear_offline.evaluation.environments import Pack, pack_environment, probe
 from gear_offline.evaluation.tasks import choose_tasks, read_options, say_choice
 from gear_offline.models.policy import Policy
@@ -115,12 +115,7 @@ def act(
         if recipe.loader.condition == "advantage":
             remedy = "episodes that are played have no advantages: train one that asks for returns"
         raise InputError("USAGE", problem, str(path), remedy)
-    spec = open_dataset(recipe.data.path).spec
-    if missing := [column.name for column in spec if not is_recorded(column.name)]:
-        kept = ",".join(column.name for column in spec if is_recorded(column.name))
-        problem = f"the data have {' and '.join(missing)}, which no episode that is played has"
-        remedy = f"train on data without: convert {recipe.data.path} OTHER --columns {kept}"
-        raise InputError("COLUMN", problem, recipe.data.path, remedy)
+    check_recorded(open_dataset(recipe.data.path))
     (task,) = choose_tasks(recipe, options)
     check_noise(probe(task.environment, task.environment_options), action_noise or 0.0)
     if (pack := pack_environment(task.environment, task.environment_options)) is None:

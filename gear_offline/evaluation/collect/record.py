@@ -23,6 +23,7 @@ from gear_offline.core.draws import Draws
 from gear_offline.core.files import Closing
 from gear_offline.core.types import Array, Float64Array
 from gear_offline.core.workers import Caller, WorkerPool
+from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.data.sources.flags import TERMINAL_FLAGS, TIME_FLAGS
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import (
@@ -152,6 +153,16 @@ def is_recorded(column: str) -> bool:
     top, _, rest = column.partition("/")
     names = ("observations", "next_observations", "actions", "rewards", *TERMINAL_FLAGS)
     return top in (*names, *TIME_FLAGS) or (top == "infos" and rest in ("qpos", "qvel"))
+
+
+def check_recorded(dataset: Dataset) -> None:
+    """Refuse data with columns that episodes which are played have not (``COLUMN``)."""
+    names = [column.name for column in dataset.spec]
+    if missing := [name for name in names if not is_recorded(name)]:
+        columns = ",".join(name for name in names if is_recorded(name))
+        problem = f"the data have {' and '.join(missing)}, which no episode that is played has"
+        remedy = f"train on data without: convert {dataset.path} OTHER --columns {columns}"
+        raise InputError("COLUMN", problem, str(dataset.path), remedy)
 
 
 class Player(Closing):
