@@ -160,9 +160,10 @@ def test_a_training_of_fewer_steps_than_asked_for_is_told(tmp_path: Path, capsys
     assert report.steps == report.train_steps < 5_000
 
 
-def test_histories_are_what_each_learner_did_in_order(tmp_path: Path) -> None:
+def test_histories_are_what_each_learner_did_in_order(tmp_path: Path, capsys: Captured) -> None:
     options: dict[str, Any] = {"policy": "ars", "train_steps": 3_000, "seed": 3}
-    report = collect(PUSH, tmp_path / "a.hdf5", histories=3, steps=900, **options, **QUIET)
+    report = collect(PUSH, tmp_path / "a.hdf5", histories=3, steps=900, **options)
+    assert "trains 3 learners for 3,000 steps each" in capsys.readouterr().err
     assert report.train_steps >= 9_000 and report.steps >= 900
     go.convert(tmp_path / "a.hdf5", tmp_path / "a", quiet=True)
     data = go.open_dataset(tmp_path / "a")

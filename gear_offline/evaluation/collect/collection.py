@@ -226,6 +226,9 @@ def collect(
                 seeds = [seed]
                 if histories is not None:
                     seeds = [reset_seed(seed, LEARN, number) for number in range(histories)]
+                    each = count_text(options.train_steps, "step")
+                    text = f"trains {count_text(histories, 'learner')} for {each} each"
+                    say(f"{text}: --train-steps takes fewer", quiet=quiet)
                 learners = [
                     ars.train(crew, options, each, action_noise=action_noise, quiet=quiet)
                     for each in seeds
