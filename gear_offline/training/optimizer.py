@@ -112,12 +112,6 @@ class Optimizer:
         take_over(self.state(), {n: t for n, t in tensors.items() if n.startswith(STATE)})
 
 
-def _trainable(model: nn.Module, steady: Sequence[str]) -> dict[str, nn.Parameter]:
-    """Return a model's trainable parameters by name, those of a constant rate last."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return dict(sorted(named, key=lambda entry: entry[0] in steady))
-
-
 class _Group:
     """Parameters that are clipped and updated together; `used` are those of a copy of the model."""
 
