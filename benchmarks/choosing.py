@@ -14,7 +14,6 @@ ranges of the true returns.  A sure answer, one policy, is wrong if its regret i
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain, product
@@ -27,11 +26,9 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 import gear_offline as go
+from benchmarks.study import begin_study, write_study
 from gear_offline.artifacts.json_lines import read_records
 from gear_offline.core import plots
-from gear_offline.core.files import write_file
-from gear_offline.core.system import clean_commit, machine
-from gear_offline.core.text import finite
 from gear_offline.evaluation.choice import MOST_OUTSIDE, Choice
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -241,21 +238,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="of each")
     parser.add_argument("--steps", nargs="+", type=int, default=[3000], help="of critics")
     options = parser.parse_args()
-    commit = clean_commit()  # before hours of work
     results = list[dict[str, Any]]()
-    words = [*(data.name for data in options.data), "--models", *options.models, "--lengths"]
-    words += [*options.lengths, "--seeds", options.seeds, "--steps", *options.steps]
-    document: dict[str, Any] = {
-        "commit": commit,
-        "benchmark": "choosing",
-        "command": f"python -m benchmarks.choosing {' '.join(map(str, words))}",
-        "machine": machine(),
-        "results": results,
-    }
+    document = begin_study("choosing") | {"results": results}
     for judged in chain(*(judge(data, options) for data in options.data)):
         results.append(sum_up(judged))
-        text = json.dumps(finite(document), indent=1, allow_nan=False)
-        write_file(options.out.with_suffix(".json"), text.encode())
+        write_study(options.out, document)
     plots.save_figure(plot(results), options.out.with_suffix(".png"))
     print(table(results))
 

@@ -15,7 +15,6 @@ and tries: 95 %, by bootstrap.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -24,10 +23,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import gear_offline as go
+from benchmarks.study import begin_study, write_study
 from gear_offline.core import plots
-from gear_offline.core.files import write_file
-from gear_offline.core.system import clean_commit, machine
-from gear_offline.core.text import finite
 from gear_offline.core.types import Float64Array
 from gear_offline.evaluation.dark_room import goals_of
 
@@ -199,7 +196,8 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=9, help="of the room")
     parser.add_argument("--steps", type=int, default=20, help="of an episode")
     options = parser.parse_args()
-    commit, began, folder, size = clean_commit(), perf_counter(), options.out, options.size
+    document, began = begin_study("dark_room"), perf_counter()
+    folder, size = options.out, options.size
     held_out, length, steps = goals_of(size, "held_out"), options.episodes, options.steps
     goals, tries = len(held_out), options.tries
     optimum = float(np.mean(steps - np.maximum(np.abs(held_out - size // 2).sum(1) - 1, 0)))
@@ -212,18 +210,7 @@ def main() -> None:
     played = collect_learners(folder / "source", room, goals * few, length)
     rows = played.returns.reshape(few, goals, length).swapaxes(0, 1)
     results, runs = {"source": sum_up(rows)}, list[dict[str, Any]]()
-    numbers = {name: value for name, value in vars(options).items() if isinstance(value, int)}
-    words = [*options.overrides, *(f"--{name} {value}" for name, value in numbers.items())]
-    document: dict[str, Any] = {
-        "commit": commit,
-        "benchmark": "dark_room",
-        "command": f"python -m benchmarks.dark_room {' '.join(words)}",
-        "machine": machine(),
-        "goals": goals,
-        "optimum": optimum,
-        "results": results,
-        "runs": runs,
-    }
+    document |= {"goals": goals, "optimum": optimum, "results": results, "runs": runs}
     for variant in VARIANTS:
         every = list[Float64Array]()
         for seed in range(options.seeds if variant == "histories" else options.controls):
@@ -241,8 +228,7 @@ def main() -> None:
             print(runs[-1], flush=True)
         results[variant] = sum_up(np.concatenate(every, axis=1))
         document["seconds"] = perf_counter() - began
-        text = json.dumps(finite(document), indent=1, allow_nan=False)
-        write_file(folder.with_suffix(".json"), text.encode())  # each time: the next may fail
+        write_study(folder, document)
         plots.save_figure(plot(results, optimum, length), folder.with_suffix(".png"))
     print(table(results, optimum))
 

@@ -12,7 +12,6 @@ prints returns.  Intervals are those of `benchmarks.dark_room`, over angles.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,7 @@ import numpy as np
 
 import gear_offline as go
 from benchmarks import dark_room
-from gear_offline.core.files import write_file
-from gear_offline.core.system import clean_commit, machine
-from gear_offline.core.text import finite
+from benchmarks.study import begin_study, write_study
 from gear_offline.core.types import Array, Float64Array
 
 ROOM = f"{__file__}:Turned"
@@ -127,7 +124,7 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=30, help="of a memory and a learner")
     parser.add_argument("--learning", type=int, default=15_000, help="steps of a learner")
     options = parser.parse_args()
-    commit, folder, episodes = clean_commit(), options.out, options.episodes
+    document, folder, episodes = begin_study("turned"), options.out, options.episodes
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("trained", "others"):
         (folder / name).mkdir(exist_ok=True)
@@ -138,11 +135,6 @@ def main() -> None:
     data = learn(folder / "trained", angles[0], episodes, options.learning, 0)
     others = learn(folder / "others", angles[1], episodes, options.learning, 10_000)
     results = {"source": dark_room.sum_up(by_episode(others, episodes))}
-    document: dict[str, Any] = {"commit": commit, "benchmark": "turned", "machine": machine()}
-    document["command"] = " ".join(
-        ["python -m benchmarks.turned", *options.overrides]
-        + [f"--{k} {v}" for k, v in vars(options).items() if isinstance(v, int)]
-    )
     for variant in ("histories", "cut"):
         every = list[Float64Array]()
         for seed in range(options.seeds):
@@ -164,8 +156,7 @@ def main() -> None:
         results[variant] = dark_room.sum_up(np.concatenate(every, axis=1))
         best = -float(sum(max(1.0 - STRIDE * (step + 1), 0.0) for step in range(STEPS)))
         document |= {"known": best, "results": results}
-        text = json.dumps(finite(document), indent=1, allow_nan=False)
-        write_file(folder.with_suffix(".json"), text.encode())
+        write_study(folder, document)
     for name, each in results.items():
         first, last = (f"{each[end]['mean']:.2f} {each[end]['ci95']}" for end in ("first", "last"))
         print(f"{name}: return {first} in the first episodes, {last} in the last")
