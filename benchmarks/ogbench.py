@@ -33,7 +33,7 @@ from gymnasium.utils import seeding
 import gear_offline as go
 from gear_offline.artifacts.records import mean_interval
 from gear_offline.core.files import write_file
-from gear_offline.core.system import machine, usable_cores
+from gear_offline.core.system import clean_commit, machine, usable_cores
 from gear_offline.core.types import Array
 from gear_offline.sweep.results import LEAST_SEEDS, TrialResult
 from gear_offline.sweep.trials import parse_options
@@ -205,6 +205,7 @@ def measure(
     """Train and play the models on the sets; write a document after each."""
     rows: list[dict[str, Any]] = []
     document = {
+        "commit": clean_commit(),
         "command": f"python -m benchmarks.ogbench {shlex.join(sys.argv[1:])}",
         "machine": machine(),
         "ogbench": metadata.version("ogbench"),

@@ -8,6 +8,8 @@ are joined.  Shares of successes are in percent, with the 95 % Student t interva
 
 import argparse
 import json
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,10 @@ from benchmarks.ogbench import MODELS, text_of
 from gear_offline.artifacts.records import mean_interval
 from gear_offline.core import plots
 from gear_offline.core.files import write_file
+from gear_offline.core.system import clean_commit
 from gear_offline.sweep.results import LEAST_SEEDS
 
+FACTS = ("commit", "command", "machine", "ogbench")  # of a document, kept with each of its rows
 JOINED = ("seeds", "success", "tasks", "loss", "curve")
 Row = dict[str, Any]
 
@@ -28,7 +32,7 @@ Row = dict[str, Any]
 def join(documents: Sequence[dict[str, Any]]) -> list[Row]:
     """Return a row a set, model and number of steps, with the seeds of all."""
     rows = dict[tuple[Any, ...], Row]()
-    of_all = [{key: d.get(key) for key in ("machine", "ogbench")} for d in documents]
+    of_all = [{key: d[key] for key in FACTS if key in d} for d in documents]
     for row in (of | row for of, d in zip(of_all, documents, strict=True) for row in d["results"]):
         key = row["set"], row["model"], row["steps"]
         if key not in rows:
@@ -90,6 +94,8 @@ if __name__ == "__main__":
     chosen = parser.parse_args()
     documents = [json.loads(path.read_text()) for path in chosen.files]
     results = join(documents)
-    write_file(chosen.out.with_suffix(".json"), json.dumps({"results": results}).encode())
+    command = f"python -m benchmarks.ogbench_page {shlex.join(sys.argv[1:])}"
+    page = {"commit": clean_commit(), "command": command, "results": results}
+    write_file(chosen.out.with_suffix(".json"), json.dumps(page).encode())
     plots.save_figure(plot(results, chosen.title), chosen.out.with_suffix(".png"))
     print(table(results))

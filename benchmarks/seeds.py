@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import sys
 from bisect import bisect_left
 from dataclasses import asdict
 from itertools import product
@@ -31,6 +33,7 @@ from scipy import stats
 from gear_offline.analysis.significance import difference, holm
 from gear_offline.core import plots
 from gear_offline.core.files import write_file
+from gear_offline.core.system import clean_commit
 from gear_offline.sweep.results import estimate
 
 SIZES = (3, 5, 8, 10, 15, 20, 30, 50)
@@ -243,9 +246,11 @@ if __name__ == "__main__":
     parser.add_argument("--name", default="dt", help="of the model in FOLDER, for --beside")
     parser.add_argument("--beside", **words, help="the study of other models")
     arguments = parser.parse_args()
-    comparison = read(arguments.folder)
+    commit, comparison = clean_commit(), read(arguments.folder)
     baseline, results = study(comparison)
-    document = {key: comparison[key] for key in ("recipe", "machine")}
+    command = f"python -m benchmarks.seeds {shlex.join(sys.argv[1:])}"
+    document: dict[str, Any] = {"commit": commit, "command": command}
+    document |= {key: comparison[key] for key in ("recipe", "machine")}
     document |= {"baseline": baseline, "results": results}
     others = {name: read(place) for name, _, place in (x.partition("=") for x in arguments.beside)}
     models = beside({arguments.name: comparison} | others) if others else []
