@@ -37,15 +37,24 @@ class Figure:
     stored: str  # document in docs/benchmarks
     rates: Rates  # ours, and those of peers
     text: str  # of ours, {:,.0f}
-    peers: str  # of ratios, by peer
+    peers: Mapping[str, str]  # their names: {:.1f} x NumPy
     quick: bool = False  # its quick form has all that is needed
     gpu: bool = True  # it is of one, else of the CPU
 
     def cells(self, document: Document) -> str:
         """Return the row of a Markdown table."""
+        ours, _ = self.rates(document)
+        texts = [self.peers[name].format(ratio) for name, ratio in self.ratios(document).items()]
+        return f"| {self.title} | {self.text.format(ours)} | {', '.join(texts)} |"
+
+    def ratios(self, document: Document) -> dict[str, float]:
+        """Return ours divided by each peer's."""
         ours, peers = self.rates(document)
-        ratios = {name.replace(" ", "_"): ours / rate for name, rate in peers.items()}
-        return f"| {self.title} | {self.text.format(ours)} | {self.peers.format(**ratios)} |"
+        return {name: ours / rate for name, rate in peers.items()}
+
+    def missing(self, document: Document) -> list[str]:
+        """Return the peers that did not run."""
+        return [name for name in self.peers if name not in self.ratios(document)]
 
     def measure(self) -> dict[str, Any] | None:
         """Run the benchmark as whoever types it would; None if this machine cannot."""
@@ -57,30 +66,28 @@ class Figure:
         document: dict[str, Any] = json.loads(done.stdout)
         return document
 
-    def moved(self, document: Document) -> float:
-        """Return how far the ratio to the first peer lies from the stored one."""
-        now, before = (self._ratio(each) for each in (document, self.read()))
-        return now / before - 1
+    def moved(self, document: Document) -> dict[str, float]:
+        """Return how far the ratio to each peer lies from the stored one."""
+        stored = self.ratios(self.read())
+        return {name: now / stored[name] - 1 for name, now in self.ratios(document).items()}
 
     def read(self) -> Document:
         """Return the stored document."""
         document: Document = json.loads((DOCUMENTS / self.stored).read_text(encoding="utf-8"))
         return document
 
-    def _ratio(self, document: Document) -> float:
-        ours, peers = self.rates(document)
-        return ours / next(iter(peers.values()))
-
 
 def _rates(column: str, ours: Mapping[str, Any], **peers: Mapping[str, Any]) -> Rates:
-    """Return the rates in rows that have these values."""
-
-    def rate(rows: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> float:
-        return float(next(row[column] for row in rows if values.items() <= row.items()))
+    """Return the rates in rows that have these values; a peer that is not there has none."""
 
     def rates(document: Document) -> tuple[float, dict[str, float]]:
-        rows = document["results"]
-        return rate(rows, ours), {name: rate(rows, values) for name, values in peers.items()}
+        found = {
+            name: float(row[column])
+            for name, values in (peers | {"ours": ours}).items()
+            for row in reversed(document["results"])  # the first one counts
+            if values.items() <= row.items()
+        }
+        return found.pop("ours"), found
 
     return rates
 
@@ -102,7 +109,7 @@ FIGURES = [
             numpy={"name": "NumPy gather", "batch_size": 64},
             d3rlpy={"name": "d3rlpy", "batch_size": 64},
         ),
-        *("{:,.0f}", "same run: {numpy:.1f} x vectorised NumPy, {d3rlpy:.0f} x d3rlpy"),
+        *("{:,.0f}", {"numpy": "{:.1f} x vectorised NumPy", "d3rlpy": "{:.0f} x d3rlpy"}),
         gpu=False,
     ),
     Figure(
@@ -113,12 +120,12 @@ FIGURES = [
             {"name": "GearLoader, GPU, rows in hbm", "batch_size": 1024},
             numpy={"name": "NumPy gather", "batch_size": 1024},
         ),
-        *("{:,.0f}", "same run: {numpy:.0f} x vectorised NumPy on its 16 cores"),
+        *("{:,.0f}", {"numpy": "{:.0f} x vectorised NumPy on its 16 cores"}),
     ),
     Figure(
         "gathering 4 KiB windows from an H200's memory",
         *("gather", "gather.json", _gathered),
-        *("{:,.0f} GB/s", "{small:.2f} x `torch.index_select`; 1 MiB {large:.2f}"),
+        *("{:,.0f} GB/s", {"small": "{:.2f} x `torch.index_select`", "large": "1 MiB {:.2f}"}),
     ),
     Figure(
         "training steps a second, eight seeds, one H200, bfloat16",
@@ -128,7 +135,7 @@ FIGURES = [
             {"name": "ours, 8 seeds stacked, in sum"},
             jax={"name": "the same, 8 seeds vmapped, in sum"},
         ),
-        *("{:,.0f}", "{jax:.1f} x JAX-CORL under `vmap`, float32 weights"),
+        *("{:,.0f}", {"jax": "{:.1f} x JAX-CORL under `vmap`, float32 weights"}),
     ),
 ]
 
@@ -146,11 +153,14 @@ def run_figures(names: Sequence[str], *, check: bool) -> int:
         if document is None:
             status = 1
             continue
+        for name in figure.missing(document):
+            say(f"{figure.benchmark}: {name} is missing: pip install 'gear-offline[bench]'")
+            status = 1
         line = figure.cells(document)
         if check:
-            share = figure.moved(document)
-            line += f" {share:+.0%} |"
-            status = max(status, abs(share) > MOVED)
+            shares = figure.moved(document).values()
+            line += f" {', '.join(f'{share:+.0%}' for share in shares)} |"
+            status = max(status, *(abs(share) > MOVED for share in shares))
         lines.append(line)
     print("\n".join(lines))
     return status
