@@ -10,6 +10,7 @@ The stored ones are the documents in docs/benchmarks; README's table is written 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from gear_offline.core.system import usable_cores
 from gear_offline.core.text import say
 
 DOCUMENTS = Path(__file__).parents[1] / "docs" / "benchmarks"
@@ -144,6 +146,8 @@ def run_figures(names: Sequence[str], *, check: bool) -> int:
     """Measure figures and print README's table; return 1 if one is missing or has moved."""
     chosen = [figure for figure in FIGURES if not names or figure.benchmark in names]
     lines, status = list[str](), 0
+    if (load := os.getloadavg()[0]) > usable_cores() / 4:
+        say(f"other programs take cores (load {load:.1f} of {usable_cores()}): ratios move too")
     for figure in chosen:
         if figure.gpu != torch.cuda.is_available():
             machine = "with" if figure.gpu else "without"
