@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import h5py
 import huggingface_hub
@@ -284,6 +284,9 @@ class Handler(BaseHTTPRequestHandler):
             status, code, answer = refused.args
             self.out = {"X-Error-Code": code}
         content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        if (span := self.headers.get("Range")) and isinstance(answer, bytes):
+            begin, end = (int(number or len(content)) for number in span[6:].split("-"))
+            status, content = 206, content[begin : end + 1]
         self.send_response(status)
         for key, value in {**self.out, "Content-Length": str(len(content))}.items():
             self.send_header(key, value)
@@ -311,6 +314,10 @@ class Handler(BaseHTTPRequestHandler):
             if commit not in repo.commits:
                 raise Refused(404, "RevisionNotFound", {"error": f"Invalid rev id: {revision}"})
             return self.read(what, found[3], commit, repo.commits[commit], file)
+        if what == "paths-info":
+            tree = repo.commits[repo.branches[revision]]
+            paths = parse_qs(self.body.decode()).get("paths", [])
+            return [entry(path, tree[path]) for path in paths if path in tree]
         self.must_be_known()
         return getattr(self, what)(repo, revision)
 

@@ -8,6 +8,7 @@ import http.server
 import json
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -570,6 +571,26 @@ def test_a_server_that_drips_is_an_error(
     server.drip = 0.05
     with one_error("SOURCE_READ", r"it sent \d+ bytes for the 1024 .* in 0 seconds, 4 times"):
         far.column("observations")
+
+
+def test_ctrl_c_leaves_a_silent_server_at_once(server: Server, data: go.Dataset) -> None:
+    address, asked = serve_folder(server, data.path), count()
+    is_silent, released = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        if next(asked) > 5:  # the manifest came
+            is_silent.set()
+            released.wait()
+
+    server.wait = wait
+    command = [sys.executable, "-m", "gear_offline", "inspect", address]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert is_silent.wait(60)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=remote.TIMEOUT_SECONDS)
+    released.set()
+    assert process.returncode == 130 and errors.endswith("interrupted\n")
+    assert "Traceback" not in errors
 
 
 READ = """

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import logging
 import os
 import re
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from http.client import HTTPResponse
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from queue import Empty, SimpleQueue
+from threading import Thread, local
+from typing import Any, NamedTuple, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from gear_offline.core.address import check_address, hide_secrets
@@ -30,13 +35,30 @@ TIMEOUT_SECONDS = 30.0  # without a byte of the server
 BLOCK_BYTES = 8 << 20  # of a request for a range through fsspec
 ATTEMPTS, WAIT_SECONDS = 4, 1.0  # to read a range; the wait after the first, and twice the last
 LEAST_RATE = 64 << 10  # bytes a second of a range, after `TIMEOUT_SECONDS`
+PATIENCE_SECONDS = 120.0  # with a package that tries again by itself
 CACHE_VARIABLE = "GEAR_OFFLINE_CACHE"
 TOLD_AFTER_SECONDS = 10.0
 VERSION_FACTS = "etag|hash|md5|sha|blob_id|generation|creat|modif|mtime|updated"  # of fsspec's info
 
 
+T = TypeVar("T")
+_THREAD = local()
+
+
 class NoRangesError(InputError):
     """A server that sends whole files alone."""
+
+
+class RequestPool(ThreadPoolExecutor):
+    """Threads that wait for no server once the body of their ``with`` has failed."""
+
+    def __init__(self, threads: int, name: str = "") -> None:
+        self.has_failed = False
+        super().__init__(threads, name, lambda: vars(_THREAD).update(pool=self))
+
+    def __exit__(self, error: object, *others: object) -> None:
+        self.has_failed = error is not None
+        self.shutdown(cancel_futures=self.has_failed)
 
 
 class Version(NamedTuple):
@@ -135,10 +157,12 @@ def read_range(address: str, begin: int, end: int, code: str) -> bytearray:
     What refuses, or takes no ranges, is an `InputError` with `code` at once.
     """
     traffic = _TRAFFIC.setdefault(urlsplit(address).hostname, _Traffic())
-    for attempt in range(1, ATTEMPTS + 1):
+    started, attempt = time.monotonic(), 0
+    while attempt < ATTEMPTS and time.monotonic() < started + PATIENCE_SECONDS:
+        attempt += 1
         try:
             with _server_errors(address, code):
-                content = _read_range(_open(address), begin, end)
+                content = _wait_for(lambda: _read_range(_open(address), begin, end), end - begin)
             traffic.count(len(content), hide_secrets(address))
             return content
         except UnavailableError as error:
@@ -148,7 +172,7 @@ def read_range(address: str, begin: int, end: int, code: str) -> bytearray:
                 say(f"warning: {failure.problem} ({failure.where}): trying up to {ATTEMPTS} times")
             traffic.has_failed = True
             time.sleep(WAIT_SECONDS * 2 ** (attempt - 1))
-    problem = f"{failure.problem}, {ATTEMPTS} times"
+    problem = f"{failure.problem}, {attempt} times" if attempt > 1 else failure.problem
     raise UnavailableError(code, problem, failure.where, failure.remedy) from failure
 
 
@@ -164,6 +188,31 @@ def _read_range(file: RemoteFile, begin: int, end: int) -> bytearray:
         took = f"in {time.monotonic() - started:.0f} seconds"
         raise OSError(f"it sent {len(content)} bytes for the {size} from byte {begin} on, {took}")
     return content
+
+
+def _wait_for(call: Callable[[], T], nbytes: int = 0) -> T:
+    """Return what a call returns, in time: in a thread of its own, which is left behind if not."""
+    answers = SimpleQueue[tuple[Any, BaseException | None]]()
+
+    def answer() -> None:
+        try:
+            answers.put((call(), None))
+        except BaseException as error:
+            answers.put((None, error))
+
+    Thread(target=answer, daemon=True, name="server").start()
+    seconds = PATIENCE_SECONDS + nbytes / LEAST_RATE
+    end, pool = time.monotonic() + seconds, getattr(_THREAD, "pool", None)
+    while time.monotonic() < end:
+        with suppress(Empty):
+            value, error = answers.get(timeout=0.1)
+            if error is not None:
+                raise error
+            result: T = value
+            return result
+        if pool is not None and pool.has_failed:
+            raise KeyboardInterrupt
+    raise TimeoutError(f"no answer in {seconds:.0f} seconds")
 
 
 class _Traffic:
@@ -278,10 +327,15 @@ class _FsspecFile:
         from fsspec.core import url_to_fs
 
         self._files, self._path = url_to_fs(address)
+        log = logging.getLogger(type(self._files).__module__.partition(".")[0])
+        if not log.handlers:  # else Python prints what it logs: a traceback beside our error
+            log.addHandler(logging.NullHandler())
+        # others open a file for it, and would read megabytes ahead
+        self._options = {} if self._files.async_impl else {"cache_type": "none"}
 
     def look_up(self) -> Version:
         self._files.invalidate_cache()
-        facts = self._files.info(self._path)
+        facts = _wait_for(lambda: self._files.info(self._path))
         if facts["type"] != "file":
             raise FileNotFoundError(self._path)
         names = (name for name in facts if re.search(VERSION_FACTS, name, re.IGNORECASE))
@@ -290,10 +344,19 @@ class _FsspecFile:
     def read(self, version: Version, offset: int) -> Iterator[bytes]:
         for start in range(offset, version.size or 0, BLOCK_BYTES):
             stop = min(start + BLOCK_BYTES, version.size or 0)
-            yield self._files.cat_file(self._path, start=start, end=stop)
+            yield from _wait_for(partial(list, self.read_range(start, stop)), stop - start)
 
     def read_range(self, begin: int, end: int) -> Generator[bytes]:
-        yield self._files.cat_file(self._path, start=begin, end=end)
+        yield self._files.cat_file(self._path, start=begin, end=end, **self._options)
+
+
+def _status(error: Exception) -> int:
+    """Return the status of HTTP that an error of some package holds, or 0."""
+    response = getattr(error, "response", None)
+    status = getattr(response, "status_code", getattr(error, "code", 0))
+    if reason := re.match("(Forbidden|Unauthorized)", str(error)):  # of gcsfs
+        status = 403 if reason[1] == "Forbidden" else 401
+    return status if isinstance(status, int) else 0
 
 
 @contextmanager
@@ -304,13 +367,14 @@ def _server_errors(address: str, code: str) -> Iterator[None]:
     except GearError:
         raise
     except Exception as error:  # packages of fsspec have their own
-        reason, where, status = first_line(error), hide_secrets(address), 0
+        reason, where, status = first_line(error), hide_secrets(address), _status(error)
         parts, is_secret = urlsplit(address), False
         for secret in (parts.query, parts.netloc.rpartition("@")[0], parts.password):
             is_secret |= bool(secret) and str(secret) in reason
             reason = reason.replace(secret, "***") if secret else reason
+        reason, signed = re.subn(r"(\w://[^\s'\"?]+\?)[^\s'\"]+", r"\1***", reason)  # a redirect's
+        is_secret |= signed > 0
         if isinstance(error, urllib.error.HTTPError):
-            status = error.code
             error.close()  # it holds the connection
         found: GearError
         if status in (404, 410) or isinstance(error, FileNotFoundError):

@@ -21,7 +21,6 @@ from __future__ import annotations
 import mmap
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from math import prod
@@ -52,6 +51,7 @@ from gear_offline.batches.tables.joint import (
 )
 from gear_offline.batches.tables.returns import sum_returns, whole_episodes
 from gear_offline.config.sections import Condition, Span
+from gear_offline.core.remote import RequestPool
 from gear_offline.core.system import usable_cores
 from gear_offline.core.types import Array, BoolArray, Int64Array
 from gear_offline.data.dataset.dataset import Dataset
@@ -387,15 +387,9 @@ def _fill(
     # Where there are few shards, each group is work of its own.
     apart = threads > 1 and len(jobs) <= 2 * threads
     shares = [[group] for group in groups] if apart else [groups]
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="gear-load")
-    with _quick_switches(), pool:
-        futures = [pool.submit(fill, job, share) for job in jobs for share in shares]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+    with _quick_switches(), RequestPool(threads, "gear-load") as pool:
+        for future in [pool.submit(fill, job, share) for job in jobs for share in shares]:
+            future.result()
 
 
 def _find_rows(job: _ShardRead, index: EpisodeIndex) -> Int64Array:
