@@ -44,7 +44,7 @@ SURFACE = {
     "value": "data out with checkpoint device overwrite quiet",
     "push": "what name task private model",
     "inspect": "dataset verify full json quiet",
-    "audit": "dataset against json quiet",
+    "audit": "dataset against full json quiet",
     "collect": "environment out environment-options policy quality steps exact action-noise seed "
     "train-steps gate histories overwrite json quiet",
     "recipes ls": "json",

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,42 @@ def test_episodes_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert checks["repeated"].places == ((2,), (3,)) and checks["shared"].count == 4
     jumps, unlike = (f for f in whole.findings if f.check == "boundary")
     assert (jumps.places, unlike.places) == (((1, 10),), ((2, 6),))
+
+
+def test_a_sample_speaks_of_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of large data rows are read in part, which is said; facts of all are still of all."""
+    rng, length, count = np.random.default_rng(0), 20, 300
+    rows = rng.normal(scale=0.1, size=(count, length, 3)).cumsum(1).astype(np.float32)
+    rows[7] = rows[291]  # far apart
+    rows[251, 3, 1] = 1e6
+    rows[range(0, count, 10), 10:] += 50.0  # no flag before step 10 of each tenth episode
+    made: dict[str, Any] = {"observations": rows.reshape(-1, 3)}
+    made["actions"] = made["observations"][:, :1]
+    made |= {"rewards": rows[..., 0].ravel(), "terminals": np.arange(6000) % length == length - 1}
+    folder = make(tmp_path / "d", made)
+    whole = go.audit(folder)
+    assert whole.steps_read == whole.steps == 6000
+    monkeypatch.setattr("gear_offline.analysis.audit.MOST_BYTES", 25_600)
+    monkeypatch.setattr("gear_offline.analysis.audit.RUNS", 25)
+    page = go.audit(folder)
+    assert 500 < page.steps_read <= 1200
+    assert go.audit(folder, full=True) == whole
+    every, sample = ({f.check: f for f in each.findings} for each in (whole, page))
+    assert every["boundary"].count == 30 > sample["boundary"].count > 0
+    assert {*sample["boundary"].places} <= {(n, 10) for n in range(0, count, 10)}
+    assert sample["repeated"] == every["repeated"] and sample["repeated"].places == ((7,), (291,))
+    assert every["outlier"].places == ((251, 3),)
+    assert (sample["outlier"].what, sample["outlier"].count) == (every["outlier"].what, 1)
+    monkeypatch.setattr("gear_offline.analysis.audit.COMPARED_BYTES", 1)
+    cut = go.audit(folder)
+    assert (cut.episodes_alike, cut.episodes_compared) == (2, 0)
+    monkeypatch.setattr("gear_offline.analysis.audit.MOST_BYTES", 2_500)
+    sound = go.audit(make(tmp_path / "s", walks()))
+    sound.print()
+    assert re.search(r"nothing looks wrong in the \d+ steps read\n", capsys.readouterr().out)
+    assert sound.steps_read < sound.steps
 
 
 def test_faults_of_columns(tmp_path: Path) -> None:

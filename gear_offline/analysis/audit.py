@@ -1,5 +1,8 @@
 """Find suspicious data, with places and remedies; `inspect` describes the rest.
 
+Flags, lengths, returns and statistics are those of all episodes.  Of large data a part of the rows
+is read, in runs of steps that are spread evenly.
+
 Shape legend: N steps, E episodes, T steps of an episode, S elements of an observation.
 """
 
@@ -7,26 +10,32 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.table import Table
 
 from gear_offline.config.arguments import check_arguments
 from gear_offline.core.progress import Progress, Terminal
+from gear_offline.core.system import usable_cores
 from gear_offline.core.text import Document, count_text
 from gear_offline.core.types import Array, Float64Array, Int64Array
-from gear_offline.data.dataset.dataset import Columns, Dataset, open_to_read
+from gear_offline.data.dataset.dataset import Dataset, open_to_read, view_episodes
+from gear_offline.data.dataset.schema import REWARDS
 from gear_offline.data.dataset.split import digest_episodes
 from gear_offline.data.sources.plausible import odd_episodes
 from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.environments import probe
 
 COMPARED = ("observations", "actions", "rewards")  # what makes two episodes the same
-PIECE_BYTES = 16 << 20  # that are read at a time
+PIECE_BYTES = 4 << 20  # that a thread reads at a time
+MOST_BYTES, RUNS = 1 << 30, 256  # of rows that are looked at without `full`, in runs of steps
+COMPARED_BYTES = 1 << 28  # of episodes that are compared: they lie here and there
 SAMPLED_PARTS, SAMPLED_STEPS = 300, 1000  # parts of episodes that say how far a step usually goes
 SAMPLED_BYTES = 64 << 20  # of them, as float64
 FAR = 8.0  # times the mean step, in half of the elements, at least ...
@@ -65,14 +74,31 @@ class Audit(Document):
     path: str
     episodes: int
     steps: int
-    findings: tuple[Finding, ...]  # empty where nothing looks wrong
+    steps_read: int  # all of them, or a sample
+    episodes_alike: int  # which have another's length and return: no others can be equal
+    episodes_compared: int  # of these; both also count those of the peers
+    findings: tuple[Finding, ...]  # empty where nothing looks wrong in what was read
 
     def print(self) -> None:
         console = Terminal()
         counts = f"{count_text(self.episodes, 'episode')}, {count_text(self.steps, 'step')}"
         console.print(f"{self.path}: {counts}")
+        read, alike = (
+            count_text(self.steps_read, "step"),
+            count_text(self.episodes_alike, "episode"),
+        )
+        is_sample, where = self.steps_read < self.steps, ""
+        if is_sample:
+            where = f" in the {read} read"
+            console.print(f"{read} were read, spread evenly: --full reads all")
+        if self.episodes_compared < self.episodes_alike:
+            where += f", the {self.episodes_compared:,} episodes compared"
+            console.print(
+                f"{self.episodes_compared:,} of {alike} that may be the same were compared: --full "
+                "compares all"
+            )
         if not self.findings:
-            console.print("nothing looks wrong")
+            console.print(f"nothing looks wrong{where}")
             return
         table = Table("check", "what looks wrong", "what to do", box=None, pad_edge=False)
         for finding in self.findings:
@@ -88,6 +114,7 @@ def audit(
     dataset: Dataset | str | os.PathLike[str],
     *,
     against: Sequence[Dataset | str | os.PathLike[str]] = (),
+    full: bool = False,
     quiet: bool = True,
 ) -> Audit:
     """Find suspicious data: boundaries, constants, clipped actions, copies, bounds.
@@ -98,6 +125,10 @@ def audit(
         Opened, a directory, or an address, of which shards are read by ranges.
     against
         Datasets with which episodes are compared: those that they share are told.
+    full
+        Read all rows.  Otherwise boundaries, clipped actions and places are looked for in 1 GiB of
+        them, spread evenly, and 256 MiB are compared of episodes that have another's length and
+        return; `Audit.steps_read`, `episodes_alike` and `episodes_compared` say how many that is.
     quiet
         Show no progress.
 
@@ -131,68 +162,150 @@ def audit(
         if (foreign := _describe_columns(peer)) != (columns := _describe_columns(data)):
             problem = f"{peer.name} has {foreign}, {data.name} {columns}"
             raise InputError("COLUMN", problem, "against", "compare like columns")
-    steps, shared = _Steps(data), list[Finding]()
-    total = sum(each.spec.steps for each in (data, *peers))
-    with Progress(f"audit {data.path.name}", total=total, unit="steps", quiet=quiet) as progress:
-        for first, rows in _pieces(data, [column.name for column in data.spec]):
-            progress.advance(steps.read(first, rows))
-        for peer in peers:
-            alike = {*_digest_compared(peer)}
-            progress.advance(peer.spec.steps)
-            shared_episodes = [e for e, digest in enumerate(steps.digests) if digest in alike]
-            shared += _make_findings(
-                "shared", shared_episodes, f"of {len(data):,} are|is in {peer.name} too"
-            )
+    every, steps, shared = [data, *peers], _Steps(data), list[Finding]()
+    pieces = list(_pieces(data, full=full))
+    alike, compared = _find_alike(every, full=full)
+    total = sum(stop - first for first, stop in pieces)
+    with (
+        Progress(f"audit {data.path.name}", total=total, unit="steps", quiet=quiet) as progress,
+        ThreadPoolExecutor(usable_cores()) as pool,
+    ):
+        for (first, stop), seen in zip(pieces, pool.map(steps.look, pieces), strict=True):
+            steps.add(seen)
+            progress.advance(stop - first)
+        digests, *others = map(_digest_compared, every, compared)
+    for peer, other in zip(peers, others, strict=True):
+        like = {*other.values()}
+        shared_episodes = [number for number, digest in digests.items() if digest in like]
+        shared += _make_findings(
+            "shared", shared_episodes, f"of {len(data):,} are|is in {peer.name} too"
+        )
+    times = Counter(digests.values())
+    several = [number for number, digest in digests.items() if times[digest] > 1]
+    repeated = _make_findings("repeated", several, "are|is in the dataset more than once")
     return Audit(
         path=data.name,
         episodes=len(data),
         steps=data.spec.steps,
-        findings=(*steps.findings(), *_columns(data), *_endings(data), *_bounds(data), *shared),
+        steps_read=total,
+        episodes_alike=alike,
+        episodes_compared=sum(map(len, compared)),
+        findings=(
+            *steps.findings(total),
+            *repeated,
+            *_columns(data),
+            *_endings(data),
+            *_bounds(data),
+            *shared,
+        ),
     )
 
 
-def _pieces(data: Dataset, names: Sequence[str]) -> Iterator[tuple[int, Columns]]:
-    """Yield all rows of columns, some at a time, with the number of each first one."""
-    rows = max(1, PIECE_BYTES // max(sum(data.spec[name].step_bytes for name in names), 1))
-    for first in range(0, data.spec.steps, rows):
-        stop = min(first + rows, data.spec.steps)
-        yield first, {name: data.read(name, first, stop) for name in names}
+def _pieces(data: Dataset, *, full: bool) -> Iterator[tuple[int, int]]:
+    """Yield runs of steps to read: all, or of large data some that are spread evenly."""
+    step_bytes = max(sum(column.step_bytes for column in data.spec), 1)
+    steps, rows = data.spec.steps, max(1, PIECE_BYTES // step_bytes)
+    runs = [(0, steps)]
+    if not full and steps * step_bytes > MOST_BYTES:
+        length = max(1, MOST_BYTES // (RUNS * step_bytes))
+        firsts = np.unique(np.linspace(0, steps - length, RUNS).astype(np.int64))
+        runs = [(first, first + length) for first in firsts.tolist()]
+    for begin, end in runs:
+        for first in range(begin, end, rows):
+            yield first, min(first + rows, end)
 
 
-def _digest_compared(data: Dataset) -> list[bytes]:
+def _find_alike(datasets: Sequence[Dataset], *, full: bool) -> tuple[int, list[Int64Array]]:
+    """Count the episodes that have another's length and return; choose those to compare of each.
+
+    Returns of equal episodes differ by what rounding makes of another order, or of other floats.
+    """
+    lengths, returns, places = (
+        np.concatenate(values)
+        for values in (
+            [data.episodes.lengths for data in datasets],
+            [data.returns for data in datasets],
+            [np.arange(len(data)) / len(data) for data in datasets],
+        )
+    )
+    rewards = [data.spec[REWARDS] for data in datasets if REWARDS in data.spec]
+    facts = [data.statistics[REWARDS] for data in datasets if REWARDS in data.spec]
+    most = max((np.abs([each.min, each.max]).max() for each in facts), default=0.0)
+    is_exact = {column.dtype.itemsize for column in rewards} in ({1}, {2}, {4})
+    order = np.lexsort((places, returns, lengths))
+    of_order = lengths[order[1:]]
+    with np.errstate(invalid="ignore"):
+        far = np.diff(returns[order]) > of_order * most * (of_order * 1e-15 if is_exact else 1e-6)
+    is_alike = np.zeros(len(order) + 1, np.bool_)
+    is_alike[1:-1] = (np.diff(lengths[order]) == 0) & ~far  # NaN is like any other
+    order = order[is_alike[1:] | is_alike[:-1]]
+    alike = len(order)
+    if not full:  # whoever are next to each other stay together
+        compared = [datasets[0].spec[name] for name in COMPARED if name in datasets[0].spec]
+        step_bytes = sum(column.step_bytes for column in compared)
+        order = order[: lengths[order].cumsum().searchsorted(COMPARED_BYTES / step_bytes, "right")]
+    firsts = np.cumsum([0, *map(len, datasets)])
+    bounds = pairwise(firsts.tolist())
+    return alike, [np.sort(order[(a <= order) & (order < b)] - a) for a, b in bounds]
+
+
+def _digest_compared(data: Dataset, numbers: Int64Array) -> dict[int, bytes]:
     """Return digests of episodes: equal ones share one, in floats of either precision too."""
-    return digest_episodes(data, [name for name in COMPARED if name in data.spec])
+    part = data if len(numbers) == len(data) else view_episodes(data, numbers)
+    names = [name for name in COMPARED if name in data.spec]
+    digests = digest_episodes(part, names) if len(numbers) else []
+    return dict(zip(numbers.tolist(), digests, strict=True))
 
 
 class _Places:
     """A number of steps, and the first of them."""
 
-    def __init__(self) -> None:
-        self.count, self.first = 0, list[tuple[int, int]]()
+    def __init__(self, offsets: Int64Array) -> None:
+        self.count, self.first, self._offsets = 0, list[tuple[int, int]](), offsets
 
-    def add(self, episodes: Int64Array, steps: Int64Array) -> None:
-        """Add steps, with their episodes; first ones start episodes, and do not count."""
-        inside = steps > 0
+    def add(self, steps: Int64Array) -> None:
+        """Add steps of the data; first ones start episodes, and do not count."""
+        episodes = self._offsets.searchsorted(steps, "right") - 1
+        within = steps - self._offsets[episodes]
+        inside = within > 0
         self.count += int(inside.sum())
-        pairs = zip(episodes[inside][:EXAMPLES], steps[inside][:EXAMPLES], strict=True)
+        pairs = zip(episodes[inside][:EXAMPLES], within[inside][:EXAMPLES], strict=True)
         self.first += [(int(e), int(t)) for e, t in pairs][: EXAMPLES - len(self.first)]
 
 
+class _Seen(NamedTuple):
+    """What a piece of the rows shows."""
+
+    far: Int64Array  # steps that go far from the one before
+    unlike: Int64Array  # steps that are not what the one before says of them
+    clipped: Any  # (A,) steps on an action's extreme
+    outliers: dict[tuple[str, int], int]  # the first step, by column and element
+
+
 class _Steps:
-    """Checks of steps and episodes, which are read in order."""
+    """Checks of steps, which are read in order."""
 
     def __init__(self, data: Dataset) -> None:
-        self._data, self._before = data, dict[str, Any]()  # the last row that was read
-        self.digests = _digest_compared(data)
-        self._clipped: Any = 0  # (A,) steps on an action's extreme
-        self._outliers = defaultdict[str, dict[int, tuple[int, int]]](dict)  # by element, the first
-        self._jumps, self._unlike = _Places(), _Places()
+        self._data, offsets = data, data.episodes.offsets
+        self._clipped: Any = 0
+        self._jumps, self._unlike = _Places(offsets), _Places(offsets)
         self._usual, self._limit = np.zeros(0), np.inf  # (S,) mean size of a step
         if "observations" in data.spec and data.spec["observations"].dtype.kind == "f":
             moves = np.concatenate([_moves(rows) for rows in _sample(data)])
             self._usual = moves.mean(0) if len(moves) else self._usual
             if (self._usual > 0).any():
                 self._limit = max(FAR, FARTHER * float(np.quantile(self._scores(moves), 0.99)))
+        self._outliers = dict[str, dict[int, int]]()  # by column and element, the first step read
+        for column in data.spec:
+            if column.dtype.kind != "f":
+                continue
+            facts = data.statistics[column.name]
+            low, high = facts.min.reshape(-1), facts.max.reshape(-1)
+            mean, std = facts.mean.reshape(-1), facts.std.reshape(-1)
+            beyond = (np.maximum(high - mean, mean - low) > OUTLIER * std) & (std > 0)
+            if beyond.any():
+                elements = np.flatnonzero(beyond).tolist()
+                self._outliers[column.name] = dict.fromkeys(elements, -1)
 
     def _scores(self, moves: Float64Array) -> Float64Array:
         """Return (T - 1,): the multiple of their mean step that half of the elements reach."""
@@ -200,56 +313,78 @@ class _Steps:
         scores: Float64Array = np.median(moves[:, is_moving] / self._usual[is_moving], axis=1)
         return scores
 
-    def read(self, first: int, columns: Columns) -> int:
-        """Look at the rows from `first` on; return how many."""
-        count, offsets = len(next(iter(columns.values()))), self._data.episodes.offsets
-        places = np.arange(first, first + count)
-        numbers = offsets.searchsorted(places, "right") - 1
-        steps = places - offsets[numbers]
-        names = [n for n in ("observations", "next_observations") if n in columns]
-        lead = len(self._before.get("observations", ()))  # the row before the first one, or none
-        extended = {
-            n: np.concatenate([self._before.get(n, columns[n][:0]), columns[n]]) for n in names
-        }
-        self._before = {name: columns[name][-1:] for name in names}
+    def _find_far(self, observations: Array) -> Int64Array:
+        """Return which of (T - 1,) moves go farther than the data's own do."""
+        rows = observations.reshape(len(observations), -1)
+        rows = rows if rows.dtype.itemsize > 2 else rows.astype(np.float32)
+        is_moving = self._usual > 0
+        least = (self._usual * self._limit * (1 - 1e-5)).astype(rows.dtype)  # before rounding
+        with np.errstate(all="ignore"):
+            reach = (np.abs(np.diff(rows, axis=0)) > least) & is_moving
+        elements = np.bincount(np.flatnonzero(reach) // len(least), minlength=len(reach))
+        maybe = np.flatnonzero(2 * elements >= is_moving.sum())
+        if not len(maybe):
+            return maybe
+        pairs = rows[np.stack([maybe, maybe + 1], axis=1).ravel()]
+        return maybe[self._scores(_moves(pairs)[::2]) > self._limit]
+
+    def look(self, bounds: tuple[int, int]) -> _Seen:
+        """Look at some rows."""
+        data, (first, stop) = self._data, bounds
+        before = max(first - 1, 0)  # the row that the first one follows
+        names = [column.name for column in data.spec]
+        columns = {name: data.read(name, before, stop) for name in names}
+        far = unlike = np.zeros(0, np.int64)
         if np.isfinite(self._limit):
-            far = np.flatnonzero(self._scores(_moves(extended["observations"])) > self._limit)
-            self._jumps.add(numbers[far + 1 - lead], steps[far + 1 - lead])
-        if len(names) == 2:
-            observed, reached = extended["observations"][1:], extended["next_observations"][:-1]
+            far = self._find_far(columns["observations"])
+        if {"observations", "next_observations"} <= columns.keys():
+            observed, reached = columns["observations"][1:], columns["next_observations"][:-1]
             if observed.shape == reached.shape:
                 differs = (observed != reached) & ((observed == observed) | (reached == reached))
                 unlike = np.flatnonzero(differs.reshape(len(differs), -1).any(1))
-                self._unlike.add(numbers[unlike + 1 - lead], steps[unlike + 1 - lead])
-        for name in (column.name for column in self._data.spec if column.dtype.kind == "f"):
-            facts, rows = self._data.statistics[name], columns[name].reshape(len(columns[name]), -1)
+        clipped: Any = 0
+        if "actions" in data.spec and data.spec["actions"].dtype.kind == "f":
+            facts, rows = data.statistics["actions"], columns["actions"][first - before :]
+            at_end = (rows == facts.min.astype(rows.dtype)) | (rows == facts.max.astype(rows.dtype))
+            clipped = (at_end & (facts.std > 0)).reshape(len(rows), -1).sum(0)
+        outliers = dict[tuple[str, int], int]()
+        for name, elements in self._outliers.items():
+            facts, rows = data.statistics[name], columns[name].reshape(stop - before, -1)
             mean, std = facts.mean.reshape(-1), facts.std.reshape(-1)
-            if name == "actions":
-                at_end = (rows == facts.min.reshape(-1)) | (rows == facts.max.reshape(-1))
-                self._clipped += (at_end & (std > 0)).sum(0)
-            far = (np.abs(rows - mean) > OUTLIER * std) & (std > 0)
-            for element in np.flatnonzero(far.any(0)).tolist():
-                row = far[:, element].argmax()
-                self._outliers[name].setdefault(element, (int(numbers[row]), int(steps[row])))
-        return count
+            for element in elements:
+                beyond = np.abs(rows[:, element] - mean[element]) > OUTLIER * std[element]
+                if beyond.any():
+                    outliers[name, element] = before + int(beyond.argmax())
+        return _Seen(before + 1 + far, before + 1 + unlike, clipped, outliers)
 
-    def findings(self) -> Iterator[Finding]:
+    def add(self, seen: _Seen) -> None:
+        """Add what the next rows show."""
+        self._jumps.add(seen.far)
+        self._unlike.add(seen.unlike)
+        self._clipped += seen.clipped
+        for (name, element), step in seen.outliers.items():
+            if self._outliers[name][element] < 0:
+                self._outliers[name][element] = step
+
+    def findings(self, steps: int) -> Iterator[Finding]:
+        """Yield what is wrong in so many steps."""
         problem = "inside episodes go|goes farther than the data's own steps: an episode boundary "
         problem += "may be missing before"
         jumps, unlike = self._jumps, self._unlike
         yield from _make_findings("boundary", jumps.first, problem, count=jumps.count)
         problem = "show|shows another observation than next_observations of the step before"
         yield from _make_findings("boundary", unlike.first, problem, count=unlike.count)
-        shares = np.atleast_1d(self._clipped) / self._data.spec.steps
+        shares = np.atleast_1d(self._clipped) / steps
         problem = f"of actions lie|lies on an extreme in up to {shares.max():.0%} of the steps"
         yield from _make_findings("clipped", np.flatnonzero(shares > CLIPPED_SHARE), problem)
-        for name, first in self._outliers.items():
+        offsets = self._data.episodes.offsets
+        for name, elements in self._outliers.items():
             problem = f"of {name} reach|reaches more than {OUTLIER:g} standard deviations from "
             problem += "the mean"
-            yield from _make_findings("outlier", first.values(), problem)
-        times = Counter(self.digests)
-        several = [e for e, digest in enumerate(self.digests) if times[digest] > 1]
-        yield from _make_findings("repeated", several, "are|is in the dataset more than once")
+            found = np.array([step for step in elements.values() if step >= 0], np.int64)
+            episodes = offsets.searchsorted(found, "right") - 1
+            pairs = zip(episodes.tolist(), (found - offsets[episodes]).tolist(), strict=True)
+            yield from _make_findings("outlier", pairs, problem, count=len(elements))
 
 
 def _columns(data: Dataset) -> Iterator[Finding]:
@@ -307,9 +442,10 @@ def _make_findings(
 
     Of the first verb ``PLURAL|SINGULAR`` in `problem` the one that the count takes stays.
     """
-    every = [location if isinstance(location, tuple) else (int(location),) for location in places]
+    every = places if isinstance(places, np.ndarray) else list(places)
     if count := len(every) if count is None else count:
-        (noun, remedy), first = CHECKS[check], tuple(every[:EXAMPLES])
+        noun, remedy = CHECKS[check]
+        first = tuple(at if isinstance(at, tuple) else (int(at),) for at in every[:EXAMPLES])
         problem = re.sub(r"(\w+)\|(\w+)", r"\2" if count == 1 else r"\1", problem, count=1)
         problem = f"{count_text(count, noun)} {problem}"
         yield Finding(check=check, what=problem, remedy=remedy, count=count, places=first)

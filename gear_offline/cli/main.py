@@ -168,11 +168,12 @@ def audit(
     against: list[Path] = Option(
         [], help="Another dataset: which episodes are in both? Repeatable."
     ),
+    full: bool = Option(False, "--full", help="Read all rows of large data, not a sample."),
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Look for what is wrong in a dataset: boundaries, endings, outliers, repeated episodes."""
-    page = go.audit(dataset, against=against, quiet=quiet or as_json)
+    page = go.audit(dataset, against=against, full=full, quiet=quiet or as_json)
     show(page.to_json(), as_json, page.print)
 
 
