@@ -51,7 +51,8 @@ class GpuGather:
     Windows are cut from episodes at `offsets` (E + 1,), B segments a step (`rank_batch`).  The GPU
     draws by `draw`, from all episodes or the first ones, with `seed`, B slots of the global batch
     from `first_slot` on.  Without `draw` the host draws all segments.
-    `reach` and `repeat` are those of `gear_offline.kernels.gather.CpuGather`.
+    `reach` and `repeat` are those of `gear_offline.kernels.gather.CpuGather`.  With `behind` the
+    GPU draws windows of so many steps, and these begin at the last real step of each.
     `reads_host`: some rows lie in host memory.  `reason`: why the rows lie where they do.  `keep`
     owns the memory that addresses point to.
     """
@@ -74,6 +75,7 @@ class GpuGather:
         keep: Any = None,
         reach: Int64Array | None = None,
         repeat: bool = False,
+        behind: int = 0,
     ) -> None:
         self.groups, self.device = tuple(each.group for each in groups), device
         self.placed = tuple(groups)
@@ -109,6 +111,7 @@ class GpuGather:
             "span": context_length,
             "left": int(padding == "left"),
             "repeat": int(repeat),
+            "behind": behind,
             "ticket": self._ticket.data_ptr(),
             "groups": len(groups),
             "tasks": int(self._job["group"]["pieces"].sum()) + 1,

@@ -28,6 +28,7 @@ class ExtraGather(Protocol):
     field: str  # of the batch, whose column is gathered
     steps: int  # of a window
     repeat: bool  # behind an episode the last row is repeated; else zeros
+    behind: int  # steps of the windows at whose last real one these begin, so a GPU can draw; or 0
 
     def draw(self, first_step: int, segments: Segments) -> Segments:
         """Return the windows that belong to (T, B) segments."""
@@ -43,6 +44,7 @@ class Chunks:
 
     def __init__(self, index: EpisodeIndex, span: int, steps: int) -> None:
         self._index, self._span, self.steps = index, span, steps
+        self.behind = span if index.histories is None else 0  # else that is another episode's
 
     def draw(self, first_step: int, segments: Segments) -> Segments:
         """Return the last real step of (T, B) segments, of its own episode."""

@@ -30,7 +30,7 @@ CURRENT, FUTURE, FINAL, RANDOM = range(4)
 class GoalSampler:
     """Draws the goals of segments; `facts` are of the data, with the length of windows."""
 
-    field, steps, repeat = "states", 1, False
+    field, steps, repeat, behind = "states", 1, False, 0
 
     def __init__(self, options: GoalSettings, stream: SegmentStream, facts: Facts) -> None:
         index = stream.selection.index

@@ -126,7 +126,8 @@ class GearLoader(Closing, Iterator[Batch]):
     chunk
         C, give each segment the C actions from its last real step `t` on, ``batch.chunk_actions``:
         those of steps `t` to ``t + C - 1`` of that step's episode, its last action repeated behind
-        its end, where ``batch.chunk_mask`` is 0.  The host draws the segments then.  With K above 1
+        its end, where ``batch.chunk_mask`` is 0.  With ``span="history"`` the host draws the
+        segments then.  With K above 1
         ``selection="d3rlpy"`` draws every `t` alike, others none of an episode's first K - 1.
     engine
         For CUDA.  ``"on"``: the GPU selects and gathers.  ``"off"``: the CPU gathers into

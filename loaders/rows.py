@@ -95,7 +95,9 @@ class MemoryRows:
         """
         gather, event = self.gather, None
         if isinstance(gather, GpuGather) and gather.draws:
-            return gather.draw_and_gather(first_step, steps)  # draw, locate, gather: one kernel
+            # draw, locate, gather: one kernel
+            windows = gather.draw_and_gather(first_step, steps)
+            return _with_extras(windows, self.extra_gathers, first_step)
         # Draw here; rows of other nodes have landed then.  The gather knows where all others lie.
         block = self.segments.draw(first_step, steps)
         segments = block.segments
@@ -155,11 +157,21 @@ def _with_counts(windows: Windows, segments: Segments) -> Windows:
 
 
 def _with_extras(
-    windows: Windows, extra_gathers: ExtraGathers, first_step: int, segments: Segments
+    windows: Windows,
+    extra_gathers: ExtraGathers,
+    first_step: int,
+    segments: Segments | None = None,
 ) -> Windows:
-    """Return windows with what is gathered beside them, (T, B, any, ...), as further fields."""
+    """Return windows with what is gathered beside them, (T, B, any, ...), as further fields.
+
+    Without `segments` the GPU draws them again.
+    """
     for extra, rows in extra_gathers:
-        gathered = rows.gather(extra.draw(first_step, segments))
+        if segments is not None:
+            gathered = rows.gather(extra.draw(first_step, segments))
+        else:
+            assert isinstance(rows, GpuGather), "the GPU drew"
+            gathered = rows.draw_and_gather(first_step, len(windows.segments))
         for name, values in extra.tensors(gathered).items():
             shape = tuple(values.shape[3:])
             windows = windows.with_field(EXTRA + name, values.contiguous(), shape)
@@ -426,7 +438,7 @@ class RowOpener:
         with `maps` the ranks try to read the others in place.
         """
         options, selection, world = self.options, self.stream.selection, self.world
-        draw = None if self._extra_gathers else selection.gpu
+        draw = selection.gpu if all(each.behind for each in self._extra_gathers) else None
         try:
             if ring is None and draw is not None and draw.tree is not None:
                 draw.tree(self.device)  # the table takes what is left
@@ -439,6 +451,10 @@ class RowOpener:
                 GpuGather,
                 offsets=self._index.offsets,
                 device=placed.device,
+                draw=draw,
+                seed=self.stream.seed,
+                first_slot=self.stream.first_slot,
+                global_batch=self.stream.global_batch,
                 rank_batch=self.stream.rank_batch,
                 reads_host=placed.reads_host,
                 reason=placed.reason,
@@ -449,16 +465,12 @@ class RowOpener:
                 context_length=options.context_length,
                 padding=options.padding,
                 reach=self._reach,
-                draw=draw,
-                seed=self.stream.seed,
-                first_slot=self.stream.first_slot,
-                global_batch=self.stream.global_batch,
             )
             extra_gathers = list[tuple[ExtraGather, Gather]]()
             for each in self._extra_gathers:
                 rows = [row for row in groups if _has(row.group, each.field)]
-                gathered = make(rows, context_length=each.steps, repeat=each.repeat)
-                extra_gathers.append((each, gathered))
+                shape: Any = {"context_length": each.steps, "repeat": each.repeat}
+                extra_gathers.append((each, make(rows, **shape, behind=each.behind)))
             return engine, tuple(extra_gathers), placed
         except GearError as error:
             if options.engine == "on" or options.placement != "auto":

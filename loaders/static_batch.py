@@ -58,7 +58,9 @@ class StaticBatch:
         engines = [engine, *(gather for _, gather in extra_gathers)]
         targets: Any = windows or [None] * len(engines)
         fills = [
-            StaticFill(each, chances=learns, windows=target, ring=ring, live=live)
+            StaticFill(
+                each, chances=learns and each is engine, windows=target, ring=ring, live=live
+            )
             for each, target in zip(engines, targets, strict=True)
         ]
         batch_bytes = sum(buffer.nbytes for buffer in fills[0].windows.buffers)

@@ -329,6 +329,42 @@ def test_a_batch_that_stays_has_chunks(kernels: Any, tmp_path: Path) -> None:
             same(batches.batch.contiguous(), loader.batch_at(step))
 
 
+GPU_CASES = [
+    ("uniform_steps", {}),
+    ("return_weighted", {"temperature": 0.5, "unit": "episodes"}),
+    ("top_k", {"k": 2}),
+    ("shuffled_epochs", {}),
+    ("prioritized", {}),
+]
+
+
+@pytest.mark.parametrize("padding", ["right", "left"])
+@pytest.mark.parametrize(("name", "options"), GPU_CASES, ids=[name for name, _ in GPU_CASES])
+def test_the_gpu_draws_where_chunks_begin(
+    kernels: Any, tmp_path: Path, name: str, options: dict[str, Any], padding: Any
+) -> None:
+    """In blocks of steps, and in a batch that stays: those of the CPU."""
+    data = make_dataset(tmp_path, LENGTHS)
+    sampler = make_sampler(name, data, **options)
+    loader = GearLoader(data, selection=sampler, seed=5, **OPTIONS | {"padding": padding})
+    table, chunks = loader.rows.memory, Chunks(data.episodes, 3, SIZE)
+    learns = name == "prioritized"
+    with on_cpu(kernels):
+        drawn: Any = {"selection": sampler, "seed": 5, "rank_batch": 8}
+        engine = gpu_gather(table, context_length=3, padding=padding, **drawn)
+        rows = gpu_gather(table, context_length=SIZE, repeat=True, behind=3, **drawn)
+        extra = chunks.tensors(rows.draw_and_gather(2, 4))
+        batches = StaticBatch(
+            engine, padding=padding, step=2, learns=learns, extra_gathers=[(chunks, rows)]
+        )
+        for step in range(4):
+            batches.enqueue()
+            expected = loader.batch_at(2 + step)
+            same(batches.batch.contiguous(), expected)
+            for key, values in extra.items():
+                assert torch.equal(values[step], expected[key])
+
+
 def test_who_may_not_ask(tmp_path: Path) -> None:
     data = make_dataset(tmp_path, LENGTHS)
     with one_error("LOADER_OPTION", "sharding='shard' is not usable.*with chunk"):

@@ -137,7 +137,9 @@ def test_chunks_of_actions(
     shape: dict[str, Any] = {"chunk": 50, "padding": sampler.padding or padding, **more}
     shape["batch_size"] = 5 if selection == "min_dt" else 33
     gpu, cpu = loaders(dataset, tier, selection=selection, **shape)
-    static = selection == "uniform_steps"
+    assert gpu.engine is not None
+    assert gpu.engine.draws is (sampler.gpu is not None and not more)
+    static = gpu.engine.draws or selection == "uniform_steps"
     check(gpu, cpu, blocks=60, captured=300 * static)
     off = GearLoader(dataset, device="cuda", engine="off", context_length=8, seed=2**63 + 5,
                      selection=selection, **shape)  # fmt: skip

@@ -45,6 +45,8 @@ struct Job {
     i64 span;                 // K
     i64 left;                 // padding on the left
     i64 repeat;               // padding, on the right, is the last real row instead of zeros
+    i64 behind;               // what the GPU draws are windows of so many steps, and these begin at
+                              // the last real step of each; or 0
     i64 tasks;                // of a segment
     i64 groups;
     i64 per_warp;             // segments of a warp, where windows are short and many
@@ -88,6 +90,11 @@ GEAR_CODE Segment choose(const Job& job, u64 first_step, i64 segment) {
     Drawn drawn = EVERY ? draw_segment(job.sampling, job.seed, step, count, slot)
                         : draw_weighted(job.sampling, draw(job.seed, SELECTION_STREAM, step, count, slot));
     i64 left = job.reach ? job.reach[drawn.episode] - drawn.start : drawn.left;
+    if (job.behind) {
+        i64 past = (left < job.behind ? left : job.behind) - 1;
+        drawn.start += past;
+        left -= past;
+    }
     Segment chosen = {drawn.episode, drawn.start, left < job.span ? left : job.span};
     return chosen;
 }
