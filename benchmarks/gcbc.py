@@ -162,7 +162,11 @@ def measure(
         "machine": _machine(),
         "trained": trained,
     }
-    document |= {"ogbench": sdist.name, "episodes": episodes, "results": [row]}
+    document |= {
+        "ogbench": sdist.name.removeprefix("ogbench-"),
+        "episodes": episodes,
+        "results": [row],
+    }
     write_file(out, json.dumps(document, indent=1).encode())
     return row
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache as keep
 from functools import wraps
-from importlib import import_module, metadata
+from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
@@ -208,7 +208,7 @@ def measure(
         "commit": clean_commit(),
         "command": f"python -m benchmarks.ogbench {shlex.join(sys.argv[1:])}",
         "machine": machine(),
-        "ogbench": metadata.version("ogbench"),
+        "ogbench": sdist.absolute().name.removeprefix("ogbench-"),
         "results": rows,
     }
     words = parse_options(options)
