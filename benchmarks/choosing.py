@@ -221,11 +221,24 @@ def plot(results: list[dict[str, Any]]) -> Figure:
             if points:
                 label = plots.label(label)
                 axes.plot(*zip(*points, strict=True), "o", color=color, markersize=5, label=label)
-        axes.set_title(f"{each['data']}: rank correlation {each['rank_correlation']:.2f}")
-        plots.dress(axes, x="true return", y="estimate" if axes is panels[0] else "")
+        plots.dress(
+            axes, x=f"true return, {each['data']}", y="estimate" if axes is panels[0] else ""
+        )
         plots.thousands(axes.xaxis)
-    plots.legend(panels[0])
+    if any(row["outside"] > MOST_OUTSIDE for each in results for row in each["rows"]):
+        plots.legend(panels[0])
+    findings = [f"{each['data']}: estimates {_found(each['rows'])}" for each in results]
+    ranks = ", ".join(f"{each['rank_correlation']:.2f}" for each in results)
+    below = f"a dot a policy, fitted from data alone; rank correlation {ranks}"
+    plots.titles(figure, "; ".join(findings), below)
     return figure
+
+
+def _found(rows: list[dict[str, Any]]) -> str:
+    true, estimated = ([row[key] for row in rows] for key in ("mean_return", "estimate"))
+    outcome = stats.spearmanr(true, estimated)
+    rises = outcome.pvalue < 0.05 and outcome.statistic > 0
+    return "rise with true returns" if rises else "do not tell true returns"
 
 
 def main() -> None:

@@ -162,7 +162,8 @@ def plot(results: dict[str, dict[str, Any]], optimum: float, episodes: int) -> F
     figure = plots.new_figure()
     axes, colours = figure.add_subplot(), (plots.GREY, plots.BLUE, plots.ORANGE, plots.GREEN)
     numbers = range(1, episodes + 1)
-    axes.axhline(optimum, color=plots.FAINT, linewidth=1.0)
+    best = plots.label("the shortest way each time")
+    axes.axhline(optimum, color=plots.INK, linewidth=1.0, linestyle=":", label=best)
     for (name, each), colour in zip(results.items(), colours, strict=False):
         mean, ends = np.array(each["by_episode"]["mean"]), np.array(each["by_episode"]["ci95"])
         if len(mean) == 1:  # every episode is the first one

@@ -63,8 +63,11 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def plot(rows: Sequence[Row], title: str) -> Figure:
+def plot(rows: Sequence[Row]) -> Figure:
     """Draw the mean success of each model on each set, with its interval and a dot a seed."""
+    ranked = sorted((row for row in rows if row["set"] == rows[0]["set"]), key=_success)
+    ends = [f"{100 * _success(row):.0f} % by {row['model']}" for row in (ranked[-1], ranked[0])]
+    title = f"{rows[0]['set'].rsplit('-')[-1]}: {'; '.join(dict.fromkeys(ends))}"
     figure, names = plots.new_figure(), [*dict.fromkeys(row["set"] for row in rows)]
     panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
     for axes, name in zip(panels, names, strict=True):
@@ -82,14 +85,21 @@ def plot(rows: Sequence[Row], title: str) -> Figure:
         axes.set_ylim(bottom=0)
     counts = {len(row["seeds"]) for row in rows}
     seeds = " to ".join(map(str, sorted({min(counts), max(counts)})))
-    plots.titles(figure, title, f"mean over {seeds} seeds (dots), line: its 95 % interval")
+    plots.titles(
+        figure,
+        title,
+        f"episodes that succeed: mean over {seeds} seeds (dots), line: its 95 % interval",
+    )
     return figure
+
+
+def _success(row: Row) -> float:
+    return float(np.mean(row["success"]))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("files", type=Path, nargs="+")
-    parser.add_argument("--title", default="Success on OGBench's tasks")
     parser.add_argument("--out", type=Path, default=Path("ogbench"), help="name without its end")
     chosen = parser.parse_args()
     documents = [json.loads(path.read_text()) for path in chosen.files]
@@ -97,5 +107,5 @@ if __name__ == "__main__":
     command = f"python -m benchmarks.ogbench_page {shlex.join(sys.argv[1:])}"
     page = {"commit": clean_commit(), "command": command, "results": results}
     write_file(chosen.out.with_suffix(".json"), json.dumps(page).encode())
-    plots.save_figure(plot(results, chosen.title), chosen.out.with_suffix(".png"))
+    plots.save_figure(plot(results), chosen.out.with_suffix(".png"))
     print(table(results))

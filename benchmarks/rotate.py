@@ -146,7 +146,8 @@ def plot(results: dict[str, dict[str, Any]]) -> Figure:
         plots.draw_mean(
             axes, row["validation_steps"], values.mean(0), ends, color=colour, label=label
         )
-    plots.dress(axes, x="update", y="loss of what is held out")
+    plots.scale_losses(axes)
+    plots.dress(axes, x="update", y="loss of held-out episodes")
     plots.ticks_to(axes, results[UNIFORM]["validation_steps"][-1])
     plots.legend(axes)
     texts = [f"{np.mean(row['last_validation']):.4f} {name}" for name, row in results.items()]

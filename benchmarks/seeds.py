@@ -134,7 +134,7 @@ def study(document: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]
     return baseline, rows
 
 
-def plot(rows: list[dict[str, Any]]) -> Figure:
+def plot(baseline: dict[str, Any], rows: list[dict[str, Any]]) -> Figure:
     """Draw the differences and, of those that all pairs show, the power by the number of seeds."""
     figure = plots.new_figure()
     left, right = figure.subplots(1, 2)
@@ -146,8 +146,9 @@ def plot(rows: list[dict[str, Any]]) -> Figure:
         left.plot([versus["low"], versus["high"]], [place] * 2, **look)
         left.plot(row["mean"], place, marker="o", markersize=5, color=colour)
         if shows:
-            shares = [study["right"] for study in row["studies"].values()]
-            right.plot(list(row["studies"]), shares, marker="o", markersize=4, **look)
+            counts, shares = map(int, row["studies"]), [s["right"] for s in row["studies"].values()]
+            right.plot([*counts], shares, marker="o", markersize=4, **look)
+            right.plot([], [], label=plots.label(row["setting"]), **look)  # its dashes are seen
     left.axvline(0, color=plots.GREY, linewidth=0.8)
     left.set_yticks(range(len(rows)), [plots.fit_text(row["setting"], 24) for row in rows])
     left.invert_yaxis()
@@ -156,6 +157,14 @@ def plot(rows: list[dict[str, Any]]) -> Figure:
     plots.dress(right, x="seeds", y="share of studies: right sign, p < 0.05")
     right.axhline(POWER, color=plots.GREY, linewidth=0.8, linestyle=":")
     right.set_ylim(0, 1.03)
+    plots.legend(right)
+    best = max(rows, key=lambda row: float(row["mean"]))
+    share = best["mean"] / baseline["final"]["mean"]
+    title = f"{best['setting']}: {100 * share:+.0f} % beside {baseline['label']}"
+    if best["versus"]["verdict"] == "higher":
+        title += f"; {best['needed'][0]} seeds show it"
+    below = f"{best['pairs']} seeds; right: share of smaller studies that find the difference"
+    plots.titles(figure, title, below)
     return figure
 
 
@@ -256,7 +265,7 @@ if __name__ == "__main__":
     models = beside({arguments.name: comparison} | others) if others else []
     document |= {"models": models} if models else {}
     write_file(arguments.out.with_suffix(".json"), json.dumps(document).encode())
-    plots.save_figure(plot(results), arguments.out.with_suffix(".png"))
+    plots.save_figure(plot(baseline, results), arguments.out.with_suffix(".png"))
     print(table(baseline, results))
     if models:
         print(f"\n{beside_table(models)}")

@@ -229,7 +229,7 @@ def test_pairs_of_a_study_are_of_one_seed() -> None:
     assert baseline == base and row["pairs"] == 10
     assert (row["mean"], row["sd"]) == (pytest.approx(1.045), pytest.approx(0.0303, abs=1e-4))
     assert row["needed"] == [2, 2, 2] and row["studies"][5]["opposite"] == 0.0
-    many_seeds.plot([row])
+    many_seeds.plot(base, [row])
     line = "| b | 45 ± 22 | **+1 (+1 to +1)** | 0.01 "
     line += "| 2 (2 to 2) | 100% | 100% | x 1.0 | 0.0% | 0.0% |"
     assert many_seeds.table(base, [row]).splitlines()[-1] == line
@@ -268,7 +268,7 @@ def test_seeds_of_a_model_in_several_files_are_one_row() -> None:
     half = stats.t.ppf(0.975, 3) * np.std([10, 20, 30, 60], ddof=1) / 2
     line = f"| maze | own | 1,000 | 4 | 30.0 ± {half:.1f} | 30 | 0 | 0.5000 ± 0.0000 |"
     assert ogbench_page.table(rows).splitlines()[-1] == line
-    assert len(ogbench_page.plot(rows, "title").axes) == 1
+    assert len(ogbench_page.plot(rows).axes) == 1
 
 
 def test_readme_shows_the_figures_of_stored_documents() -> None:

@@ -98,9 +98,16 @@ def scale_losses(axes: Axes) -> None:
     if axes.dataLim.minposy < np.inf and axes.dataLim.intervaly[0] > 0:
         axes.set_yscale("log")
         for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-            set_formatter(LogFormatter(minor_thresholds=(2, 0.5), labelOnlyBase=False))
+            set_formatter(LossFormatter(minor_thresholds=(2, 0.5), labelOnlyBase=False))
     else:
         from_zero(axes)
+
+
+class LossFormatter(LogFormatter):
+    """Losses in full: by exponents 0.37 and 0.38 would both be 4e-01."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:.4g}" if super().__call__(x, pos) else ""
 
 
 def legend(axes: Axes) -> None:
