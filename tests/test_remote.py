@@ -65,6 +65,8 @@ class Server(http.server.ThreadingHTTPServer):
         self.status = 0  # of each answer
         self.login = ""  # that it asks for
         self.tag, self.has_ranges = "ETag", True
+        self.elsewhere = ""  # where it sends who asks
+        self.logins: list[str | None] = []  # that were given
         self.wait: Callable[[], object] = lambda: None  # called before each answer with a content
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -79,8 +81,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         server, span, path = self.server, self.headers["Range"], self.path.partition("?")[0]
+        server.logins.append(self.headers["Authorization"])
         if server.login and self.headers["Authorization"] != f"Basic {server.login}":
             return self.send_error(401)
+        if server.elsewhere:
+            self.send_response(302)
+            self.send_header("Location", server.elsewhere + self.path)
+            return self.end_headers()
         if server.status or path not in server.files:
             return self.send_error(server.status or 404)
         content, most, begin = server.files[path], server.most, 0
@@ -165,6 +172,35 @@ def test_a_file_is_fetched_once_and_converted_as_a_local_one(
         np.testing.assert_array_equal(
             source.read("rewards", 0, steps), expected.read("rewards", 0, steps)
         )
+
+
+def test_addresses_are_written_in_many_ways(
+    server: Server, tmp_path: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    data, content = make_dataset(tmp_path, [9, 30, 4]), server.files["/data.hdf5"]
+    address = serve_folder(server, data.path)
+    names = {"a b.hdf5": "a%20b", "a%20b.hdf5": "a%20b", "ü|.hdf5": "%C3%BC|", "a+b.HDF5": "a+b"}
+    for number, (name, path) in enumerate(names.items()):
+        server.files[f"/{path}{name[-5:]}"] = content
+        query = "?u=http://a//b/../c&x=%2F&t=. " if number % 2 else "#part"
+        go.convert(f"{server.url}/{name}{query}", tmp_path / str(number), quiet=True)
+    server.login = base64.b64encode(b"me:pw").decode()
+    secret = address.replace("http://", "HTTP://me:pw@")
+    for text in (f"{secret}?sig=http://a//b/../c&t=.", f"{secret}/"):
+        assert main(["inspect", text, "--json"]) == main(["audit", text, "--json"]) == 0
+        assert main(["export", text, str(tmp_path / "x.hdf5"), "--overwrite", "-q"]) == 0
+        told = "".join(capsys.readouterr())
+        assert address in told and "me:pw" not in told and "sig=" not in told
+    with Server() as other:
+        threading.Thread(target=other.serve_forever, args=(0.01,), daemon=True).start()
+        other.files["/data.hdf5"] = content
+        server.elsewhere, place = other.url.replace("127.0.0.1", "localhost"), f"{server.url}/data"
+        go.convert(place.replace("//", "//me:pw@") + ".hdf5", tmp_path / "moved", quiet=True)
+        assert {*other.logins} == {None}
+        other.shutdown()
+    with one_error("DATASET_NOT_FOUND", "give its path") as caught:
+        go.inspect(f"file://{data.path}")
+    assert caught.value.where == f"file://{data.path}"
 
 
 def test_workers_read_one_version(server: Server, tmp_path: Path) -> None:

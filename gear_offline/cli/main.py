@@ -149,7 +149,7 @@ def convert(
 
 @command("Data", "inspect data/mine", "inspect data/mine --no-verify --json")
 def inspect(
-    dataset: Path = Argument(help="Directory of GEAR shards."),
+    dataset: str = Argument(help="Directory of GEAR shards, or its address."),
     verify: bool = Option(True, help="Check the digest of every block, or of the manifest alone."),
     full: bool = Option(False, "--full", help="All columns, and what the source says."),
     as_json: Json = False,
@@ -164,9 +164,9 @@ def inspect(
 
 @command("Data", "audit data/mine", "audit data/medium-expert --against data/medium")
 def audit(
-    dataset: Path = Argument(help="Directory of GEAR shards."),
-    against: list[Path] = Option(
-        [], help="Another dataset: which episodes are in both? Repeatable."
+    dataset: str = Argument(help="Directory of GEAR shards, or its address."),
+    against: list[str] = Option(
+        [], metavar="PATH", help="Another dataset: which episodes are in both? Repeatable."
     ),
     full: bool = Option(False, "--full", help="Read all rows of large data, not a sample."),
     as_json: Json = False,
@@ -210,7 +210,7 @@ def collect(
 
 @command("Data", "export data/mine mine.hdf5")
 def export(
-    dataset: Path = Argument(help="Directory of GEAR shards."),
+    dataset: str = Argument(help="Directory of GEAR shards, or its address."),
     out: Path = Argument(help="HDF5 file to write, in D4RL's layout."),
     columns: Any = Names(None, help="Columns to keep; default all."),
     overwrite: Overwrite = False,
@@ -222,7 +222,7 @@ def export(
 
 @command("Data", "value data/mine data/valued --with runs/iql-s0")
 def value(
-    data: Path = Argument(help="Directory of GEAR shards."),
+    data: str = Argument(help="Directory of GEAR shards, or its address."),
     out: Path = Argument(help="Directory of GEAR shards to make, or NAME.parquet."),
     run: Path = Option(..., "--with", metavar="RUN", help="Run of model iql, or its policy."),
     checkpoint: str | None = Option(None, help="last, best or a step number; default last."),
@@ -488,7 +488,9 @@ def runs_compare(
 )
 def choose(
     policies: list[Path] = Run(metavar="RUN...", help="Runs, checkpoints or policy folders."),
-    data: Path | None = Option(None, help="Dataset to judge by; default that of the first run."),
+    data: str | None = Option(
+        None, metavar="PATH", help="Dataset to judge by; default that of the first run."
+    ),
     targets: Any = Numbers(None, help="Target returns, comma-separated; default the recipes'."),
     checkpoint: str | None = Option(None, help="last, best or a step number; default last."),
     gamma: float | None = Option(None, min=0, max=1, help="Discount; default by the episodes."),

@@ -18,7 +18,7 @@ def parse_address(path: object) -> str | None:
     """Return an address, ``PROTOCOL://...``, from a text or a path; None: it is something else."""
     text = str(path) if isinstance(path, str | Path) else ""
     if isinstance(path, Path):  # which has made one slash of two
-        text = re.sub(r"^([a-z][a-z0-9+-]*):/", r"\1://", text)
+        text = re.sub(r"^([a-zA-Z][a-zA-Z0-9+-]*):/", r"\1://", text)
     if not re.match(r"[a-z][a-z0-9+-]*://", text, re.IGNORECASE):
         return None
     try:

@@ -23,7 +23,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread, local
 from typing import Any, NamedTuple, Protocol, TypeVar
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from gear_offline.core.address import check_address, hide_secrets
 from gear_offline.core.files import check_new_file, sync_directory, turn_of, write_all, writing
@@ -122,7 +122,7 @@ def download(
     with _server_errors(address, code):
         file = _open(address)
         version = file.look_up()
-    if size not in (None, version.size):
+    if None not in (size, version.size) and size != version.size:
         problem = f"the file has {version.size} bytes, the manifest says {size}"
         raise InputError("DATASET_DAMAGED", problem, where, "put the dataset on the server again")
     with turn_of(target, quiet=False):
@@ -274,7 +274,10 @@ class _HttpFile:
     def __init__(self, address: str) -> None:
         parts = urlsplit(address)
         user, _, host = parts.netloc.rpartition("@")
-        self._address = urlunsplit(parts._replace(netloc=host, fragment=""))
+        # blanks and letters of other alphabets, as browsers do
+        path, query = (quote(text, safe="%/:?&=+;,$@!*'()[]~|") for text in parts[2:4])
+        parts = parts._replace(netloc=host, path=path, query=query, fragment="")
+        self._address = urlunsplit(parts)
         self._login = base64.b64encode(unquote(user).encode()).decode() if user else None
 
     def look_up(self) -> Version:
