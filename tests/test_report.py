@@ -19,7 +19,16 @@ from matplotlib import rc_context
 from PIL import Image
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.plots import draw_mean, from_zero, label, legend, new_figure, titles
+from gear_offline.core.plots import (
+    draw,
+    draw_mean,
+    from_zero,
+    label,
+    legend,
+    new_figure,
+    scale_losses,
+    titles,
+)
 from gear_offline.core.progress import Terminal, print_table
 from gear_offline.core.text import markdown, printable, told_apart
 from gear_offline.data.convert.conversion import convert
@@ -103,6 +112,19 @@ def test_what_is_negative_is_drawn_too(values: list[float]) -> None:
     from_zero(axes)
     low, high = axes.get_ylim()
     assert max(values) < high and (low < min(values) if min(values) < 0 else low == 0.0)
+
+
+@pytest.mark.parametrize("values", [[0.41, 0.365], [2e-5, 1e-4], [7.0, 0.002], [1200.0, 1.1]])
+def test_ticks_of_losses_are_their_values(values: list[float]) -> None:
+    figure = new_figure()
+    axes = figure.add_subplot()
+    axes.plot([1, 2], values)
+    scale_losses(axes)
+    draw(figure)
+    axis = axes.yaxis
+    ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+    told = {tick.get_loc(): tick.label1.get_text() for tick in ticks if tick.label1.get_text()}
+    assert len(told) >= 2 and all(float(text) == pytest.approx(at) for at, text in told.items())
 
 
 def write_data(folder: Path, rule: str = "by hand") -> Recipe:
