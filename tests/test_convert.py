@@ -184,7 +184,7 @@ def test_discrete_actions_are_stored_as_integers(
     columns["actions"] = (np.arange(STEPS) % 7).astype(np.float32)
     convert(ArraySource(columns, LENGTHS), tmp_path / "a")
     assert "whole numbers from 0 to 6; if they" in capsys.readouterr().err
-    manifest = convert(ArraySource(columns, LENGTHS), tmp_path / "b", discrete=["actions"])
+    manifest = convert(ArraySource(columns, LENGTHS), tmp_path / "b", discrete="actions")
     assert "whole numbers" not in capsys.readouterr().err
     assert manifest.spec["actions"].dtype == np.int32
     stored = open_dataset(tmp_path / "b").column("actions")

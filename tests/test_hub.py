@@ -115,6 +115,11 @@ def test_a_dataset_goes_there_and_is_read_from_there(
     assert copy.manifest.source.uri == "hub:me/data"
     np.testing.assert_array_equal(copy.column("rewards"), data.column("rewards"))
 
+    # workers read what this process has fetched: theirs would find no server here
+    options: dict[str, Any] = {"workers": 2, "shard_bytes": 3000, "quiet": True}
+    manifest = go.convert("hub:me/data", tmp_path / "by two", **options)
+    assert manifest.shards == data.manifest.shards
+
     def read(folder: Path) -> Iterator[dict[str, Any]]:
         for file in sorted(folder.glob("shard-*")):
             rows = np.full((2, 1), file.stat().st_size)

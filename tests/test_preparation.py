@@ -62,7 +62,7 @@ def test_smoke_as_a_new_user_runs_it(tmp_path: Path, monkeypatch: Patch, capfd: 
     overrides += ["evaluate.episodes=0", "train.trackers=[]"]
     other = load_recipe("smoke", [*overrides, "data.path=data/other", "name=other"])
     train_run(other)
-    assert "converting data/smoke-pendulum.hdf5 to " in capfd.readouterr().err
+    assert f"converting {Path('data/smoke-pendulum.hdf5').absolute()} to " in capfd.readouterr().err
     assert open_dataset("data/other").episodes.steps == 2000
     train_run(other.replace({"seed": 1}))
     assert "converting" not in capfd.readouterr().err

@@ -26,7 +26,7 @@ from gear_offline.training.seeding import deterministic
 from gear_offline.training.step import EagerStep, GraphStep
 from tests.model_support import float64, meta
 from tests.ranks_support import ranks_recipe
-from tests.support import make_dataset, one_error
+from tests.support import make_dataset, one_error, write_hdf5
 from tests.test_parallel_training import trained
 from tests.training_support import (
     ACTION_DIM,
@@ -209,6 +209,8 @@ def test_a_run_is_resumed_from_another_folder(
     monkeypatch.chdir(tmp_path)
     options = "evaluate.episodes=0", "train.steps=2"
     go.train(tiny_recipe(Path("d"), *options), out="run", quiet=True)
+    made_of = f"data.source={write_hdf5(Path('x.hdf5'))}"
+    go.train(tiny_recipe(Path("made"), *options, made_of), out="made-run", quiet=True)
     other = tmp_path / "other"
     other.mkdir()
     monkeypatch.chdir(other)
@@ -220,6 +222,8 @@ def test_a_run_is_resumed_from_another_folder(
         assert "say where it is now, data.path=" in caught.value.remedy
     assert go.train("../run", ("train.steps=4", moved), resume=True, quiet=True).steps == 4
     assert os.listdir(other) == ["e"]
+    shutil.rmtree(tmp_path / "made")  # it is made again, of the same file
+    assert go.train(go.load_recipe("../made-run"), out="../again", quiet=True).steps == 2
 
 
 def test_trainings_in_threads_learn_what_they_learn_alone(data: Path, tmp_path: Path) -> None:

@@ -297,6 +297,9 @@ def test_padded_arrays_are_not_taken_for_steps(tmp_path: Path) -> None:
     np.savez(tmp_path / "p.npz", **arrays)
     with one_error("SOURCE_LAYOUT", "mask tells of .*; reader='?padded"):
         go.open_source(tmp_path / "p.npz")
+    np.savez(tmp_path / "p.npz", **{n.replace("mask", "masks"): v for n, v in arrays.items()})
+    with one_error("SOURCE_LAYOUT", "masks may be .*call it mask .*lengths"):  # one for both doors
+        go.open_source(tmp_path / "p.npz")
 
 
 def test_a_link_to_a_folder_is_refused(tmp_path: Path) -> None:

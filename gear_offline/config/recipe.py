@@ -307,10 +307,12 @@ class Recipe(Section):
 
 
 def whole_paths(data: dict[str, Any]) -> dict[str, Any]:
-    """Make the paths of datasets whole in options ``data``; names on servers stay."""
+    """Make the paths of datasets, and of sources that are there, whole in options ``data``."""
     for section in (data, *(data["tasks"] or {}).values()):
         if section["path"] is not None and not is_remote(section["path"]):
             section["path"] = os.path.abspath(section["path"])
+        if section["source"] is not None and os.path.exists(section["source"]):  # no d4rl:NAME
+            section["source"] = os.path.abspath(section["source"])
     return data
 
 

@@ -162,10 +162,10 @@ class Progress(Closing):
             self._changed = now
 
     def close(self) -> None:
-        """Leave the line as it stands; without a terminal print the work done and its time."""
+        """Leave the line as it stands; without a terminal print what was done, if anything."""
         if self._live is not None:
             self._live.stop()
-        elif not self._quiet:
+        elif not self._quiet and self._done > self._before:
             seconds = time.monotonic() - self._began
             facts = [f"{name} {value}" for name, value in self._facts.items()]
             amount = self._text(self._done - self._before)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from gear_offline.config.arguments import check_arguments
 from gear_offline.core.address import hide_secrets, parse_address
 from gear_offline.core.files import check_replaceable, new_directory, write_file
+from gear_offline.core.hub import is_hub
 from gear_offline.core.parts import part_name
 from gear_offline.core.progress import Progress
 from gear_offline.core.text import say, texts
@@ -194,7 +195,7 @@ def convert(
     """
     check_environment_id(environment := part_name(environment), where="environment")
     target = given_path(out, "OUTPUT_WRITE", where="out")
-    address = parse_address(source)
+    address = parse_address(source) or (str(source) if is_hub(source) else None)
     path: Any = None if isinstance(source, Source) else source
     is_parallel = workers > 1 or ray is not None
     can_reopen = path is not None and isinstance(map, str | None)  # in any process
@@ -220,7 +221,7 @@ def convert(
         reader=reader,
         where=where,
         histories=histories,
-        discrete=tuple(discrete),
+        discrete=tuple(discrete.split(",") if isinstance(discrete, str) else discrete),
         keeps_videos=video == "keep",
     )
     scores = None if reference is None else known_scores(reference)

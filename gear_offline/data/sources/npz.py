@@ -138,8 +138,11 @@ def open_members(path: Path) -> tuple[InputFile, dict[str, Member]]:
     return file, members
 
 
-def find_padding(members: Mapping[str, Any]) -> list[str]:
-    """Return the masks and lengths of arrays (E, T, ...), by names and shapes alone."""
+def find_padding(members: Mapping[str, Any], path: Path) -> list[str]:
+    """Return the masks and lengths of arrays (E, T, ...), by names and shapes alone.
+
+    ``SOURCE_LAYOUT`` where only a name tells that has two meanings.
+    """
     stepwise = [members[n].shape for n in ("rewards", "actions") if n in members]
     if not stepwise or min(map(len, stepwise)) < 2 or len({shape[:2] for shape in stepwise}) > 1:
         return []
@@ -149,14 +152,19 @@ def find_padding(members: Mapping[str, Any]) -> list[str]:
         return []
     shapes = dict.fromkeys(MASKS, (episodes, steps)) | dict.fromkeys(LENGTHS, (episodes,))
     fits = [n for n, shape in shapes.items() if n in members and members[n].shape == shape]
-    return [n for n in fits if members[n].dtype.kind in "biuf"]
+    names = [n for n in fits if members[n].dtype.kind in "biuf"]
+    if names == ["masks"]:
+        problem = "masks may be 1 at real steps, or 0 at terminations as in JAX code"
+        remedy = f"call it {MASKS[0]} if it tells the real steps, else give {LENGTHS[0]} (E,) too"
+        raise misfit(problem, path, remedy)
+    return [name for name in names if name != "masks"]
 
 
 def open_npz(path: Path, request: SourceRequest) -> Source:
     """Open an ``.npz`` file of OGBench, or of flat arrays with flags."""
     path = path.absolute()
     file, members = open_members(path)
-    if not request.rule and (padding := find_padding(members)):
+    if not request.rule and (padding := find_padding(members, path)):
         problem = f"{padding[0]} tells of arrays (episodes, steps, ...)"
         raise misfit(problem, path, "--reader padded reads them; a --rule takes rows for steps")
     if "valids" in members:

@@ -26,13 +26,7 @@ def read_padded(path: Path) -> Iterator[dict[str, Any]]:
     if "actions" not in members:
         remedy = "save them as actions, (E, T, ...)"
         raise misfit(f"no actions among {some_names(members)}", path, remedy)
-    names = find_padding(members)
-    if names == ["masks"]:
-        problem = "masks may be 1 at real steps, or 0 at terminations as in JAX code"
-        remedy = f"call it {MASKS[0]} if it tells the real steps, else give {LENGTHS[0]} (E,) too"
-        raise misfit(problem, path, remedy)
-    names = [name for name in names if name != "masks"]
-    if not names:
+    if not (names := find_padding(members, path)):
         shapes = some_names(f"{name} {array.shape}" for name, array in members.items())
         problem = f"no mask (E, T) or lengths (E,) of arrays (E, T, ...): {shapes}"
         remedy = f"call one of them {MASKS[0]}, as rewards (E, T), or {LENGTHS[0]}"
