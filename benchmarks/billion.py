@@ -182,7 +182,7 @@ def on_gpu(folder: Path, small: Path) -> dict[str, Any]:
         kept = compare(row, pair, span, "gpu_", **options)
     options["context_length"] = kept[0][0].context_length  # whose rows are there
     draws = go.GearLoader(pair[0], GPU_DRAWS, **options)
-    offsets = torch.from_numpy(pair[0].episodes.offsets).cuda()
+    offsets = torch.tensor(pair[0].episodes.offsets, device="cuda")
     blocks = (next(draws).segments for _ in range(DRAWS // GPU_DRAWS))
     steps = ((offsets[block[:, 0]] + block[:, 1]).cpu().numpy() for block in blocks)
     row["gpu_chi_square_p"] = uniformity(steps, pair[0].spec.steps)
