@@ -262,6 +262,7 @@ def convert(
         shards, files = _write(edited, plan, reopened, workers, ray, quiet=quiet)
         kept = record_videos(edited, videos, files, target)
         manifest = make_manifest(edited, plan, shards, files, recorded, kept)
+        del shards  # they hold the return of each episode, as the dataset does that is opened next
         manifest, lines = _look_back(manifest, plan.folder, shifted, edits)
         write_file(plan.folder / MANIFEST_NAME, manifest.encode())
     for line in lines:

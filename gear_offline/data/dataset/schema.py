@@ -175,29 +175,26 @@ class EpisodeIndex:
     ----------
     lengths
         (E,) int64, steps of each episode, all >= 1.
-    offsets
-        (E + 1,) int64, first step of each episode, and N at the end.
     histories
         (E,) int64, number of the history that an episode is of, in which it follows those of the
         same number before it; None: each is of its own.
+    steps
+        N, the steps of all episodes.
     """
 
     lengths: Int64Array
     histories: Int64Array | None = None
-    offsets: Int64Array = field(init=False, repr=False)
+    steps: int = field(init=False)
 
     def __post_init__(self) -> None:
         lengths = np.ascontiguousarray(self.lengths, dtype=np.int64)
         if lengths.ndim != 1 or (lengths < 1).any():
             raise InputError("SOURCE_LAYOUT", "episode lengths must be a list of numbers >= 1")
-        offsets = np.zeros(lengths.size + 1, dtype=np.int64)
-        np.cumsum(lengths, out=offsets[1:])
-        if (offsets[1:] < 1).any():
+        if lengths.sum(dtype=np.float64) >= 2.0**63:
             raise InputError("SOURCE_LAYOUT", "episode lengths add up to more than 2^63 steps")
-        for array in (lengths, offsets):
-            array.setflags(write=False)
+        lengths.setflags(write=False)
         object.__setattr__(self, "lengths", lengths)
-        object.__setattr__(self, "offsets", offsets)
+        object.__setattr__(self, "steps", int(lengths.sum()))
 
     def __repr__(self) -> str:
         episodes, steps = count_text(self.episodes, "episode"), count_text(self.steps, "step")
@@ -208,10 +205,13 @@ class EpisodeIndex:
         """E, the number of episodes."""
         return int(self.lengths.size)
 
-    @property
-    def steps(self) -> int:
-        """N, the steps of all episodes."""
-        return int(self.offsets[-1])
+    @cached_property
+    def offsets(self) -> Int64Array:
+        """(E + 1,) int64, first step of each episode, and N at the end."""
+        offsets = np.zeros(self.lengths.size + 1, dtype=np.int64)
+        np.cumsum(self.lengths, out=offsets[1:])
+        offsets.setflags(write=False)
+        return offsets
 
     @cached_property
     def order(self) -> Int64Array:
