@@ -95,8 +95,7 @@ def fetch_file(address: str, code: str) -> Path:
     ``SOURCE_CHANGED``, ``PACKAGE_MISSING``, ``OUTPUT_WRITE``.
     """
     check_address(address, code)
-    with _server_errors(address, code):
-        version = _open(address).look_up()
+    _, version = _look_up(address, code)
     name = re.sub(r"[\0/]", "_", unquote(urlsplit(hide_secrets(address)).path.rpartition("/")[2]))
     key = cache_folder(hide_secrets(address), urlsplit(address).query, version)
     target = key / (name.strip(".") or "file")
@@ -111,20 +110,22 @@ def download(
     code: str,
     *,
     size: int | None = None,
-    check: Callable[[Path], None] = lambda path: None,
+    check: Callable[[Path], None] | None = None,
 ) -> None:
     """Fetch a file to `target`, which appears when it is complete and `check` has taken it.
 
     What was fetched before a break waits beside it under a hidden name.  The file must have `size`
-    bytes (``DATASET_DAMAGED``), and the same version at the end as at the beginning.
+    bytes (``DATASET_DAMAGED``), and without `check` the same version at the end as at first.
     """
-    where = hide_secrets(address)
-    with _server_errors(address, code):
-        file = _open(address)
-        version = file.look_up()
-    if None not in (size, version.size) and size != version.size:
-        problem = f"the file has {version.size} bytes, the manifest says {size}"
-        raise InputError("DATASET_DAMAGED", problem, where, "put the dataset on the server again")
+    file, version = _look_up(address, code)
+
+    def check_size(actual: int | None) -> None:
+        if None not in (size, actual) and size != actual:
+            problem = f"the file has {actual} bytes, the manifest says {size}"
+            remedy = "put the dataset on the server again"
+            raise InputError("DATASET_DAMAGED", problem, hide_secrets(address), remedy)
+
+    check_size(version.size)
     with turn_of(target, quiet=False):
         check_new_file(target, overwrite=True)
         if version.tag and target.is_file():
@@ -137,10 +138,11 @@ def download(
                 leftover.unlink()
         try:
             _append(file, version, partial, address, code)
-            with _server_errors(address, code):
-                if file.look_up() != version:
-                    raise _changed_error(address)
-            check(partial)
+            check_size(partial.stat().st_size)
+            if check is not None:
+                check(partial)
+            elif _look_up(address, code)[1] != version:
+                raise _changed_error(address)
         except UnavailableError:  # it can go on from there
             raise
         except GearError:
@@ -257,6 +259,12 @@ def _append(file: RemoteFile, version: Version, partial: Path, address: str, cod
                     raise
         with writing(partial):
             os.fsync(out.fileno())
+
+
+def _look_up(address: str, code: str) -> tuple[RemoteFile, Version]:
+    with _server_errors(address, code):
+        file = _open(address)
+        return file, file.look_up()
 
 
 def _changed_error(address: str) -> InputError:
