@@ -28,7 +28,7 @@ from gear_offline.config.sections import LoaderSettings, SelectionSettings
 from gear_offline.core.address import is_there
 from gear_offline.core.text import say, to_plain
 from gear_offline.core.types import Int64Array
-from gear_offline.data.dataset.dataset import Dataset, open_dataset
+from gear_offline.data.dataset.dataset import Dataset, open_dataset, open_to_read
 from gear_offline.data.dataset.split import HeldOut
 from gear_offline.distributed.world import World, joined_world
 from gear_offline.errors import InputError, UnavailableError
@@ -132,15 +132,19 @@ def choose_sampler(
 # of a recipe --------------------------------------------------------------------------------
 
 
-def open_one(recipe: Recipe, numbers: Int64Array | None = None) -> Dataset:
+def open_one(recipe: Recipe, numbers: Int64Array | None = None, *, fetches: bool = True) -> Dataset:
     """Open the dataset of a recipe of one, as training begins with it, without what is held out.
 
     Its blocks are compared when they are loaded.  Another rank may know the `numbers` that stay.
+    Unless it `fetches`, rows at an address stay there.
     """
     data = recipe.data
     if data.path is not None and is_there(data.path):
         admissions = data.admissions if data.admit_every is None else 0
-        dataset = open_dataset(data.path, verify=False, admissions=admissions, cache=data.cache)
+        if fetches or data.cache is not None:
+            dataset = open_dataset(data.path, verify=False, admissions=admissions, cache=data.cache)
+        else:
+            dataset = open_to_read(data.path, admissions=admissions)
         if data.held_out is None:
             return dataset
         if dataset.ranges and numbers is None:

@@ -506,6 +506,7 @@ def test_commands_read_an_address_within_a_bounded_cache(
     near, far = go.inspect(data.path, verify=not has_ranges), go.inspect(secret)
     assert far == near | {"path": address}
     assert has_ranges == (server.sent < total / 3)
+    assert main(["plan", "demo", f"data.path={address}", "--json"]) == 0
     found, expected = go.audit(secret, against=[secret]), go.audit(data.path, against=[data.path])
     assert str(found.to_json()) == str(expected.to_json()).replace(str(data.path), address)
     go.export_hdf5(secret, tmp_path / "far.hdf5", quiet=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import cast
 
@@ -25,7 +26,7 @@ from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.data.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.distributed.sharding import shard_weights
 from gear_offline.errors import InputError
-from gear_offline.loaders.options import open_data, recipe_sampler
+from gear_offline.loaders.options import open_data, open_one, recipe_sampler
 from gear_offline.models.base import ModelSizes
 from gear_offline.runs.checks import check_selection
 from gear_offline.training.model import data_sizes
@@ -80,7 +81,7 @@ def make_workload(
         shares = weights = np.ones(1)
     else:
         try:
-            source = open_data(recipe)
+            source = open_data(recipe, partial(open_one, fetches=False))
         except InputError as error:
             if error.code != "DATASET_NOT_FOUND":
                 raise

@@ -598,19 +598,21 @@ def open_dataset(
     return dataset.verify() if verify else dataset
 
 
-def open_to_read(path: str | os.PathLike[str], code: str = "DATASET_NOT_FOUND") -> Dataset:
+def open_to_read(
+    path: str | os.PathLike[str], code: str = "DATASET_NOT_FOUND", admissions: int | None = None
+) -> Dataset:
     """Open a dataset whose rows are read in order: at an address by ranges, if its server can.
 
     `code` is that of errors of a server.
     """
     if parse_address(path) is None:
-        return open_dataset(path, verify=False)
+        return open_dataset(path, verify=False, admissions=admissions)
     address = _shown_address(path)
     try:
-        return _open(*open_ranges(path, None, code), address)
+        return _open(*open_ranges(path, None, code), address, admissions)
     except NoRangesError as error:
         say(f"{error.where}: {error.problem}: it is fetched whole")
-        return _open(fetch_dataset(path, code), None, address)
+        return _open(fetch_dataset(path, code), None, address, admissions)
 
 
 def _shown_address(path: str | os.PathLike[str]) -> str:
