@@ -391,6 +391,8 @@ def _server_errors(address: str, code: str) -> Iterator[None]:
         if status in (404, 410) or isinstance(error, FileNotFoundError):
             problem, remedy = "the server has no such file", "check the address"
             remedy += ": of a file, or of a folder with the manifest.json of GEAR shards"
+            if parts.scheme == "hf":
+                remedy += "; to see what is private, log in: hf auth login, or set HF_TOKEN"
             found = InputError(code, problem, where, remedy)
         elif status in (401, 403) or isinstance(error, PermissionError):
             remedy = "give an address that you may read, or log in as its package asks for"
