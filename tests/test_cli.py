@@ -38,8 +38,8 @@ from tests.training_support import tiny_recipe
 # New knobs go into recipes; a change of this list is a change of the product's surface.
 SURFACE = {
     "convert": "source out shard-size workers ray columns discrete rename reader map where "
-    "histories video rule ends shift environment environment-options reference allow-nonfinite "
-    "overwrite quiet",
+    "histories video resize rule ends shift environment environment-options reference "
+    "allow-nonfinite overwrite quiet",
     "export": "dataset out columns overwrite quiet",
     "value": "data out with checkpoint device overwrite quiet",
     "push": "what name task private model",

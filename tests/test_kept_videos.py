@@ -33,12 +33,12 @@ def refusal(call: Callable[[], object]) -> GearError:
     return caught.value
 
 
-def sequential(folder: Path, camera: str) -> Any:
+def sequential(folder: Path, camera: str, **how: Any) -> Any:
     """Decode a camera's file from its beginning; return the frame of each step."""
     shown = dict[float, Any]()
     with av.open(folder / f"videos/{camera}/chunk-000/file-000.mp4") as video:
         for frame in video.decode(video=0):
-            shown[frame.time] = frame.to_ndarray(format="rgb24")
+            shown[frame.time] = frame.to_ndarray(format="rgb24", **how)
     times = np.array([*shown])
     rows = pq.read_table(folder / "data/chunk-000/file-000.parquet").to_pydict()
     begins = np.cumsum([0, *LENGTHS])[:-1] / FPS
@@ -105,6 +105,37 @@ def test_batches_are_those_of_decoded_shards(folders: Path, options: dict[str, A
             assert ours.extras.keys() == theirs.extras.keys()
             assert all((ours.extras[name] == theirs.extras[name]).all() for name in ours.extras)
             assert (ours.actions == theirs.actions).all()
+
+
+@pytest.mark.parametrize("size", [(32, 32), (24, 40), (96, 80)])
+def test_frames_are_resized_as_they_are_decoded(
+    folders: Path, tmp_path: Path, size: tuple[int, int]
+) -> None:
+    """Decoded, kept, and kept frames that are decoded later are those that PyAV resizes itself."""
+    options: Any = {"columns": COLUMNS, "resize": size, "quiet": True}
+    go.convert(folders / "set", tmp_path / "decoded", **options)
+    go.convert(folders / "set", tmp_path / "kept", video="keep", **options)
+    go.convert(tmp_path / "kept", tmp_path / "again", quiet=True)
+    how = {"height": size[0], "width": size[1], "interpolation": "AREA"}
+    for camera in (TOP, LEFT):
+        frames = sequential(folders / "set", camera, **how)
+        assert frames.shape[1:] == (*size, 3)
+        for name in ("decoded", "kept", "again"):
+            column = go.open_dataset(tmp_path / name).column(camera)
+            np.testing.assert_array_equal(column, frames)
+        if size == (32, 32):  # the brightness of a pixel is the mean of four
+            whole, weights = sequential(folders / "set", camera), np.array([0.299, 0.587, 0.114])
+            means = whole.reshape(len(whole), 32, 2, 32, 2, 3).mean((2, 4))
+            assert np.abs((frames - means) @ weights).mean() < 1
+
+
+def test_a_size_that_no_frame_gets_is_refused(folders: Path, tmp_path: Path) -> None:
+    convert = partial(go.convert, out=tmp_path / "new", quiet=True)
+    for source, size in ((folders / "set", "32x32"), (folders / "decoded", (32, 32))):
+        assert "none is resized" in str(refusal(lambda: convert(source, resize=size)))  # noqa: B023
+    for size in ("32", "0x32", "32x", "32x32x3", (1 << 20, 1 << 20)):
+        assert "is no size" in str(refusal(lambda: convert(folders / "set", resize=size)))  # noqa: B023
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_view_has_its_own_frames(folders: Path) -> None:

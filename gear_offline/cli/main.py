@@ -120,6 +120,9 @@ def convert(
     video: str = Option(
         "decode", metavar="decode|keep", help="keep: LeRobot's frames stay in their videos."
     ),
+    resize: str | None = Option(
+        None, metavar="HEIGHTxWIDTH", help="Size of LeRobot's frames, made in decoding."
+    ),
     rule: str | None = Option(None, help="What the flags mean, if what is detected is wrong."),
     ends: str | None = Option(
         None,

@@ -328,7 +328,8 @@ def _keep(number: int, plan: GroupPlan, datasets: Sequence[Dataset]) -> _Kept:
             raise InputError("LOADER_OPTION", problem, dataset.name, remedy)
         references.append(dataset.references(name) + np.array([len(files), 0, 0]))
         files += dataset.videos[name].files
-    frames = KeptFrames(datasets[0].videos[name or ""].spec, tuple(files))
+    kept = [dataset.videos[name or ""] for dataset in datasets]
+    frames = KeptFrames(kept[0].spec, tuple(files), any(each.resized for each in kept))
     return _Kept(
         number=number,
         history=field.history,

@@ -58,6 +58,7 @@ from gear_offline.data.dataset.manifest import (
     SourceFile,
     is_only_dataset,
 )
+from gear_offline.data.dataset.pictures import MAX_PIXELS
 from gear_offline.data.dataset.scores import known_scores
 from gear_offline.data.sources.base import Source
 from gear_offline.data.sources.edit import EpisodeFunction
@@ -89,6 +90,7 @@ def convert(
     where: str | None = None,
     histories: str | None = None,
     video: Literal["decode", "keep"] = "decode",
+    resize: str | tuple[int, int] | None = None,
     allow_nonfinite: bool = False,
     overwrite: bool = False,
     environment: str | None = None,
@@ -156,6 +158,10 @@ def convert(
     video
         ``"decode"`` frames of videos, or ``"keep"`` them there: shards refer to the files, which
         stay where they are, and loaders decode what they draw.  Of LeRobot's datasets.
+    resize
+        Height and width, ``"96x128"`` or ``(96, 128)``, of LeRobot's frames: each pixel is the mean
+        of those under it (FFmpeg's ``AREA``), computed as a frame is decoded.  Colours and grey of
+        8 bits.
     allow_nonfinite
         Accept NaN and infinities; statistics leave them out.
     overwrite
@@ -209,6 +215,9 @@ def convert(
     if path is None and video == "keep":
         problem, remedy = "video=keep comes too late for an open source", "give its path"
         raise InputError("USAGE", problem, remedy=remedy)
+    if path is None and resize is not None:
+        problem, remedy = "resize comes too late for an open source", "give its path"
+        raise InputError("USAGE", problem, remedy=remedy)
     if path is None and (rule or ends):
         problem, remedy = "rule and ends come too late", "give rule to from_arrays or open_source"
         raise InputError("USAGE", f"{problem} for an open source", remedy=remedy)
@@ -223,6 +232,7 @@ def convert(
         histories=histories,
         discrete=tuple(discrete.split(",") if isinstance(discrete, str) else discrete),
         keeps_videos=video == "keep",
+        resize=_frame_size(resize),
     )
     scores = None if reference is None else known_scores(reference)
     replaceable = is_only_dataset if overwrite else lambda path: False
@@ -242,6 +252,7 @@ def convert(
         if path is not None:
             check_required(edited, edits)
         stored = edits.pick_columns(edited)
+        edits.check_frames(edited, stored)
         videos = edits.find_videos(edited, stored)
         refuse_encoded(edited, stored)
         edited.warn(*doubt_columns(edited, edits, stored), *doubt_last_rows(shifted, edits))
@@ -268,6 +279,17 @@ def convert(
     for line in lines:
         say(line, quiet=quiet)
     return manifest
+
+
+def _frame_size(given: str | tuple[int, int] | None) -> tuple[int, int] | None:
+    parts = given.lower().split("x") if isinstance(given, str) else [*map(str, given or ())]
+    size = tuple(int(part) if part.strip().isdecimal() else 0 for part in parts)
+    if given is None:
+        return None
+    if len(size) != 2 or min(size) < 1 or size[0] * size[1] > MAX_PIXELS:
+        problem, remedy = f"resize={given!r} is no size", "give height x width, such as 96x128"
+        raise InputError("USAGE", problem, remedy=remedy)
+    return size
 
 
 def _open(

@@ -53,6 +53,7 @@ class Edits:
 
     rule: str | None = None  # where episodes end; None: as the source says
     keeps_videos: bool = False  # a column of frames holds references to them
+    resize: tuple[int, int] | None = None  # height and width of decoded frames
     reader: str | EpisodeReader | None = None  # of a format of the user's own, or its name
     columns: tuple[str, ...] | None = None  # to keep, by their new names; None: all
     names: tuple[tuple[str, str], ...] = ()  # the new one of columns, and what makes them
@@ -98,7 +99,8 @@ class Edits:
         # other columns may be named, or made, in place of observations
         partial = self.function is not None or REQUIRED[0] not in groups
         options: Any = {"rule": self.rule, "reader": self.reader, "partial": partial}
-        return open_source(path, names=dict(self.names), keeps_videos=self.keeps_videos, **options)
+        options |= {"keeps_videos": self.keeps_videos, "resize": self.resize}
+        return open_source(path, names=dict(self.names), **options)
 
     def name_hidden(self, source: Source) -> Edits:
         """Name the chosen columns that a source leaves out, or takes apart, unless asked for."""
@@ -193,6 +195,15 @@ class Edits:
         floats = [name for name in self.discrete if table[name].dtype.kind == "f"]
         return tuple(replace(c, dtype=np.dtype("i4")) if c.name in floats else c for c in picked)
 
+    def check_frames(self, source: Source, stored: Sequence[ColumnSpec]) -> None:
+        """Refuse a size of frames where none are decoded."""
+        sizes = {column.shape[:2] for column in stored if len(column.shape) == 3}
+        is_decoded = source.info.format == "lerobot" and self.resize in sizes
+        if self.resize and not self.keeps_videos and not is_decoded:
+            problem = "no column has frames that are decoded, so none is resized"
+            remedy = "name LeRobot's cameras by --columns; others are resized by --map"
+            raise InputError("USAGE", problem, source.info.uri, remedy)
+
     def find_videos(self, source: Source, stored: Sequence[ColumnSpec]) -> dict[str, KeptVideo]:
         """Return the frames that stay in videos by their column; refuse what would hide them."""
         kept, videos = source.info.videos, dict[str, KeptVideo]()
@@ -221,6 +232,7 @@ class Edits:
         info = source.info
         notes = [f"rename {before} to {after}" for before, after in self.rename]
         notes += [f"shift {name} by {by}" for name, by in self.shift if by]
+        notes += ["resize frames to {} x {}".format(*self.resize)] if self.resize else []
         if self.function is not None:
             notes.append(f"map {find_function(self.function, MAPS)[1]}")
         if self.where is not None:

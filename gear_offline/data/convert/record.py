@@ -89,6 +89,7 @@ def record_videos(
         name: KeptColumn(
             dtype=video.dtype.name,  # type: ignore[arg-type]  # which pydantic checks
             shape=[*video.shape],
+            resized=video.resized,
             files=[
                 VideoRecord(
                     path=video_path(file.path, folder),

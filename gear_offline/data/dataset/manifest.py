@@ -146,6 +146,7 @@ class KeptColumn(Model):
     dtype: Literal["uint8", "uint16"]
     shape: Annotated[list[Positive], Field(min_length=3, max_length=3)]  # of a frame
     files: Annotated[list[VideoRecord], Field(min_length=1)]  # by the first of the references
+    resized: bool = False  # to the shape, as they are decoded
 
     def spec(self, name: str) -> ColumnSpec:
         return ColumnSpec(name=name, dtype=np.dtype(self.dtype), shape=tuple(self.shape))

@@ -80,11 +80,12 @@ def find_frames(file: VideoFile, times: Float64Array) -> Int64Array:
 
 
 def decode_frames(
-    files: Sequence[VideoFile], references: Int64Array, size: Size = None
+    files: Sequence[VideoFile], references: Int64Array, size: Size = None, resize: Size = None
 ) -> Iterator[tuple[int, Array]]:
     """Yield the place of each of (N, 3) references, and its pixels (h, w, C), in any order.
 
-    Each file is opened once, each group of pictures decoded once, a frame converted once.
+    Each file is opened once, each group of pictures decoded once, a frame converted once.  All
+    are of the `size`, or made so large as `resize` says.
     """
     order = np.lexsort(references.T[::-1])
     cuts = np.flatnonzero(np.diff(references[order, 0])) + 1
@@ -92,10 +93,10 @@ def decode_frames(
         file, wanted = files[references[places[0], 0]], references[places, 1:]
         with file.open() as raw, _open_frames(f"/dev/fd/{raw.fileno()}", file.path) as video:
             pictures = _decode(video, wanted.tolist(), file.path)
-            picture, last, rgb = np.empty(0), None, _rgb_converter()
+            picture, last, rgb = np.empty(0), None, _rgb_converter(resize)
             for place, frame in zip(places.tolist(), pictures, strict=True):
                 if frame is not last:
-                    picture, last = pixels(frame, file.path, size, rgb), frame
+                    picture, last = pixels(frame, file.path, size, resize, rgb), frame
                     size = picture.shape[:2]
                 yield place, picture
 
@@ -132,36 +133,50 @@ def _decode_until(video: Any, stream: Any, start: int, stamps: set[int]) -> Iter
             return
 
 
-def image_pixels(content: bytes, path: Path, size: Size = None) -> Array:
+def image_pixels(content: bytes, path: Path, size: Size = None, resize: Size = None) -> Array:
     """Return the pixels of a PNG, JPEG, TIFF or other image, (h, w, C)."""
     with _open_frames(BytesIO(content), path) as image:
-        return pixels(next(image.decode(video=0)), path, size)
+        return pixels(next(image.decode(video=0)), path, size, resize)
 
 
-def _rgb_converter() -> Callable[[Any], Array]:
+def _scaling(size: Size) -> dict[str, Any]:
+    """Return how FFmpeg makes a frame so large: the mean of the pixels that lie under each."""
+    return {"height": size[0], "width": size[1], "interpolation": "AREA"} if size else {}
+
+
+def _rgb_converter(size: Size) -> Callable[[Any], Array]:
     """Return a function of frames that prepares FFmpeg's conversion to RGB once for all."""
     from av.video.reformatter import VideoReformatter
 
-    reformatter = VideoReformatter()
-    return lambda frame: reformatter.reformat(frame, format="rgb24").to_ndarray()
+    reformatter, how = VideoReformatter(), {"format": "rgb24", **_scaling(size)}
+    return lambda frame: reformatter.reformat(frame, **how).to_ndarray()
 
 
 def pixels(
-    frame: Any, path: Path, size: Size = None, rgb: Callable[[Any], Array] | None = None
+    frame: Any,
+    path: Path,
+    size: Size = None,
+    resize: Size = None,
+    rgb: Callable[[Any], Array] | None = None,
 ) -> Array:
     """Return (h, w, C) of a decoded frame: uint8, or uint16 where it has more than 8 bits.
 
     Colours of 8 bits become RGB; what an array would hold in other numbers is refused, and a frame
-    that is not of the `size` of those before.
+    that is not of the `size` of those before.  To `resize` are colours and grey of 8 bits.
     """
-    if size and (frame.height, frame.width) != size:
+    if size and not resize and (frame.height, frame.width) != size:
         problem = f"a frame of {frame.width} x {frame.height} behind others"
         raise _misfit(f"{problem} of {size[1]} x {size[0]}", path, "give all frames one size")
     pixel_format = frame.format
     alpha = any(component.is_alpha for component in pixel_format.components)
     eight = all(component.bits == 8 for component in pixel_format.components)
     if len(pixel_format.components) >= 3 and eight and not alpha and not pixel_format.has_palette:
-        rows: Array = rgb(frame) if rgb else frame.to_ndarray(format="rgb24")
+        rows: Array = rgb(frame) if rgb else frame.to_ndarray(format="rgb24", **_scaling(resize))
+    elif pixel_format.name == "gray":
+        rows = frame.to_ndarray(format="gray", **_scaling(resize))
+    elif resize:
+        problem = f"pixels of {pixel_format.name} are not resized"
+        raise _misfit(problem, path, "convert them as they are")
     elif pixel_format.name == "bgra":
         rows = frame.to_ndarray(format="rgba")
     elif pixel_format.name.startswith(EXACT) and pixel_format.name != "gbrap":

@@ -77,6 +77,7 @@ class KeptFrames:
 
     spec: ColumnSpec
     files: tuple[KeptFile, ...]
+    resized: bool  # to the shape, whatever the videos have
 
     def read(self, references: Int64Array) -> Array:
         """Return the frames of (N, 3) references, (N, *shape)."""
@@ -90,7 +91,8 @@ class KeptFrames:
         if numbers.size and not 0 <= numbers.min() <= numbers.max() < len(self.files):
             problem, remedy = "a step refers to no video", "compare the digests, convert again"
             raise InputError("DATASET_DAMAGED", problem, f"column {self.spec.name}", remedy)
-        for place, picture in decode_frames(self.files, references):
+        resize = shape[:2] if self.resized else None
+        for place, picture in decode_frames(self.files, references, resize=resize):
             if (picture.shape, picture.dtype) != (shape, dtype):
                 problem = f"a frame is {picture.dtype} {picture.shape}, others {dtype} {shape}"
                 path = str(self.files[numbers[place]].path)
@@ -107,7 +109,7 @@ def open_videos(folder: Path, manifest: Manifest) -> dict[str, KeptFrames]:
             if record.path not in files:
                 files[record.path] = KeptFile(base, record)
         own = tuple(files[record.path] for record in kept.files)
-        columns[name] = KeptFrames(manifest.spec[name], own)
+        columns[name] = KeptFrames(manifest.spec[name], own, kept.resized)
     return columns
 
 

@@ -45,6 +45,7 @@ class KeptVideo(NamedTuple):
     dtype: np.dtype[Any]  # of a frame
     shape: tuple[int, ...]
     files: tuple[InputFile, ...]  # by their numbers
+    resized: bool  # to the shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,7 @@ class SourceRequest(NamedTuple):
     partial: bool = False  # what it lacks is made by a function
     shards: tuple[Path, ...] = ()  # files of one table, in order
     keeps_videos: bool = False  # a column of frames holds references to them
+    resize: tuple[int, int] | None = None  # height and width of decoded frames
 
 
 class Source(Closing):

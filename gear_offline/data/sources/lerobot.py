@@ -25,7 +25,7 @@ import numpy as np
 
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
-from gear_offline.data.dataset.pictures import decode_frames, find_frames, image_pixels
+from gear_offline.data.dataset.pictures import Size, decode_frames, find_frames, image_pixels
 from gear_offline.data.sources.base import (
     READ_BYTES,
     KeptVideo,
@@ -75,7 +75,7 @@ def is_lerobot(path: Path) -> bool:
 def open_lerobot(path: Path, request: SourceRequest) -> Source:
     """Open a dataset's folder; reads the episode numbers."""
     path, names = path.absolute(), request.names
-    reader = _Folder(path, keeps_videos=request.keeps_videos)
+    reader = _Folder(path, keeps_videos=request.keeps_videos, resize=request.resize)
     origins = {name for text in names.values() for name in split_names(text)}
     columns, left_out = reader.columns(origins)
 
@@ -107,8 +107,8 @@ def open_lerobot(path: Path, request: SourceRequest) -> Source:
 class _Folder:
     """Reads rows of columns, of each column one file at a time."""
 
-    def __init__(self, path: Path, *, keeps_videos: bool) -> None:
-        self.path, self._keeps_videos = path, keeps_videos
+    def __init__(self, path: Path, *, keeps_videos: bool, resize: Size) -> None:
+        self.path, self._keeps_videos, self._resize = path, keeps_videos, resize
         self.videos: dict[str, list[InputFile]] = {}  # of each camera
         self.kept: dict[str, KeptVideo] = {}
         self.notes: list[str] = []
@@ -215,7 +215,8 @@ class _Folder:
                 if self._keeps_videos:
                     first = reads[name](0, 1)
                     files = tuple(self.videos[name])
-                    self.kept[name] = KeptVideo(first.dtype, first.shape[1:], files)
+                    resized = self._resize is not None
+                    self.kept[name] = KeptVideo(first.dtype, first.shape[1:], files, resized)
                     reads[name] = partial(self._references, places, name)
             elif dtype == "image":
                 reads[name] = partial(self._images, name)
@@ -235,7 +236,8 @@ class _Folder:
             if not stored.get("bytes"):
                 problem = "an image is missing, or a file of its own"
                 raise misfit(problem, f"{self.path}: {name}", "embed images in the parquet files")
-            frames.append(image_pixels(stored["bytes"], self.path, self._sizes.get(name)))
+            size = self._sizes.get(name)
+            frames.append(image_pixels(stored["bytes"], self.path, size, self._resize))
             self._sizes.setdefault(name, frames[0].shape[:2])
         return self._frames(name, np.stack(frames))
 
@@ -254,7 +256,7 @@ class _Folder:
 
     def _video(self, name: str, places: list[Place], start: int, stop: int) -> Array:
         references = self._references(places, name, start, stop)
-        decoded = decode_frames(self.videos[name], references, self._sizes.get(name))
+        decoded = decode_frames(self.videos[name], references, self._sizes.get(name), self._resize)
         frames = [frame for _, frame in sorted(decoded, key=itemgetter(0))]
         self._sizes.setdefault(name, frames[0].shape[:2])
         return self._frames(name, np.stack(frames))

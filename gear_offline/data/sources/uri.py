@@ -42,6 +42,7 @@ def open_source(
     partial: bool = False,
     reader: str | EpisodeReader | None = None,
     keeps_videos: bool = False,
+    resize: tuple[int, int] | None = None,
 ) -> Source:
     """Open a dataset of another format for reading.
 
@@ -64,6 +65,8 @@ def open_source(
         (``gear_offline.readers``).  Memory holds one episode; they wait in temporary files.
     keeps_videos
         Columns of videos hold references to their frames, as `gear_offline.convert` keeps them.
+    resize
+        Height and width of frames of LeRobot's datasets; other formats have none to decode.
 
     Returns
     -------
@@ -81,7 +84,12 @@ def open_source(
     if is_remote(uri):
         uri = parse_address(uri) or str(uri)
         fetched: Any = fetch_source(uri, is_file=reader is not None)
-        how: Any = {"rule": rule, "partial": partial, "keeps_videos": keeps_videos}
+        how: Any = {
+            "rule": rule,
+            "partial": partial,
+            "keeps_videos": keeps_videos,
+            "resize": resize,
+        }
         source = open_source(fetched, names=names, reader=reader, **how)
         source.info = replace(source.info, uri=hide_secrets(uri))
         return source
@@ -105,7 +113,8 @@ def open_source(
         request = SourceRequest(path.name, rule, names, partial=partial)
         return adapt_columns(with_columns(open_by_reader(reader, path, request), names))
     scheme, name, key = _split(uri) if isinstance(uri, str) else ("", "", None)
-    request = SourceRequest(str(uri), rule, names, key, partial, keeps_videos=keeps_videos)
+    frames: Any = {"keeps_videos": keeps_videos, "resize": resize}
+    request = SourceRequest(str(uri), rule, names, key, partial, **frames)
     if scheme == "d4rl" and (packaged := open_d4rl_package(name, request)):
         return adapt_columns(with_columns(packaged, names), rule)
     if scheme:
