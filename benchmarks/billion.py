@@ -33,7 +33,7 @@ import torch
 from scipy import stats
 
 import gear_offline as go
-from benchmarks.common import timed, wait
+from benchmarks.common import keep_partial, timed, wait
 from benchmarks.convert import convert_apart
 from gear_offline.batches.tables.table import Table
 from gear_offline.core.system import usable_cores
@@ -95,8 +95,7 @@ def _report(
     """Say what a part measured, and write it behind what others did: a cut run leaves that."""
     print(steps, json.dumps(row), file=sys.stderr, flush=True)
     rows = [{"steps": steps, "what": key, "value": row[key]} for key in row]
-    if (path := os.environ.get("PARTIAL")) is not None:
-        Path(path).write_text(json.dumps({"results": [*before, *rows]}, indent=1))
+    keep_partial([*before, *rows])
     return rows
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -21,12 +23,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from gear_offline.core.files import write_file
 from gear_offline.core.progress import Progress
-from gear_offline.core.system import machine
+from gear_offline.core.system import clean_commit, machine
 from gear_offline.data.convert.conversion import convert
 from gear_offline.data.dataset.dataset import Dataset, open_dataset
 from gear_offline.data.sources import from_arrays
-from gear_offline.errors import UnavailableError
+from gear_offline.errors import InputError, UnavailableError
 
 STEPS, EPISODES = 1_000_000, 2_186  # as D4RL's hopper-medium-v2
 STATE_DIM, ACTION_DIM, CONTEXT = 11, 3, 20
@@ -172,11 +175,17 @@ def _turn(call: Call) -> Iterator[None]:
 
 
 def alternate(
-    candidates: Mapping[Key, Call], *, turns: int, seconds: float, label: str = "turns"
+    candidates: Mapping[Key, Call],
+    *,
+    turns: int,
+    seconds: float,
+    label: str = "turns",
+    after_turn: Callable[[dict[Key, float]], object] = lambda medians: None,
 ) -> dict[Key, float]:
     """Return the median seconds of a call of each candidate.
 
     They take turns of about `seconds`, so that a disturbance of the machine meets all of them.
+    `after_turn` gets the medians so far each time that all have had one more.
     """
     calls: dict[Key, int] = {}
     seconds_of: dict[Key, list[float]] = {name: [] for name in candidates}
@@ -196,10 +205,30 @@ def alternate(
                     with _turn(call):
                         seconds_of[name].append(timed(call, calls[name]))
                     progress.advance()
+                after_turn(_medians(seconds_of))
     finally:
         for call in candidates.values():
             _signal(call, signal.SIGCONT)
+    return _medians(seconds_of)
+
+
+def _medians(seconds_of: Mapping[Key, list[float]]) -> dict[Key, float]:
     return {name: statistics.median(times) for name, times in seconds_of.items()}
+
+
+def keep_partial(results: Sequence[Mapping[str, Any]]) -> None:
+    """Write what was measured so far into the file that PARTIAL names: a cut run leaves that."""
+    if (path := os.environ.get("PARTIAL")) is not None:
+        words = [word for word in sys.argv[1:] if word != "--json"]
+        document = _head(shlex.join(words)) | {"partial": True, "results": results}
+        with suppress(InputError):
+            document = {"commit": clean_commit()} | document
+        write_file(Path(path), json.dumps(document, indent=1).encode())
+
+
+def _head(words: str) -> dict[str, Any]:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"command": f"python -m benchmarks {words}", "machine": machine(), "gpu": gpu}
 
 
 def gpu_seconds(call: Call, *, turns: int = 7, calls: int = 2) -> float:
@@ -246,9 +275,7 @@ def run_benchmark(name: str, *, quick: bool) -> dict[str, Any]:
     """Run one and return its JSON document: the machine, and rows of figures."""
     with redirect_stdout(sys.stderr):  # peers print as they like; stdout is for the result
         document: dict[str, Any] = import_module(f"benchmarks.{name}").run(quick=quick)
-    command = f"python -m benchmarks {name}{' --quick' if quick else ''}"
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"benchmark": name, "command": command, "machine": machine(), "gpu": gpu, **document}
+    return {"benchmark": name, **_head(f"{name}{' --quick' if quick else ''}"), **document}
 
 
 def print_document(document: Mapping[str, Any]) -> None:
