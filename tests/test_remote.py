@@ -67,6 +67,7 @@ class Server(http.server.ThreadingHTTPServer):
         self.tag, self.has_ranges, self.has_size = "ETag", True, True
         self.elsewhere = ""  # where it sends who asks
         self.logins: list[str | None] = []  # that were given
+        self.coding = ""  # of each content
         self.wait: Callable[[], object] = lambda: None  # called before each answer with a content
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -104,6 +105,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{size}")
         if server.tag:
             self.send_header(server.tag, f'"{hash(content)}"')
+        if server.coding:
+            self.send_header("Content-Encoding", server.coding)
         if server.has_size:
             self.send_header("Content-Length", str(end - begin))
         self.end_headers()
@@ -269,6 +272,22 @@ def test_a_server_without_versions_is_asked_anew(server: Server) -> None:
         server.files["/x.npz"] = content
         place = remote.fetch_file(f"{server.url}/x.npz", "SOURCE_READ")
         assert place.read_bytes() == content
+
+
+def test_a_file_that_is_sent_packed_is_named_so(server: Server, tmp_path: Path) -> None:
+    address = serve_folder(server, make_dataset(tmp_path, [9, 30]).path)
+    server.coding = "gzip"
+    for call in (go.inspect, go.open_dataset, go.open_source):
+        with one_error("SOURCE_READ", "sends it packed \\(gzip\\)"):
+            call(address)
+    with one_error("SOURCE_READ", "sends it packed"):
+        go.open_source(f"{server.url}/data.hdf5")
+    assert not whole_files(tmp_path / "cache")
+    server.files["/log.gz"] = b"packed by its owner"
+    place = remote.fetch_file(f"{server.url}/log.gz", "SOURCE_READ")
+    assert place.read_bytes() == b"packed by its owner"
+    server.coding = "identity"
+    assert go.inspect(address)["episodes"] == 2
 
 
 FAILURES = {404: "no such file", 410: "no such file", 403: "refuses: HTTP Error 403"}
@@ -531,6 +550,19 @@ def test_commands_read_an_address_within_a_bounded_cache(
     server.sent = 0
     assert go.inspect(address)["verified"] and go.audit(address).steps == data.spec.steps
     assert server.sent < total / 3  # the manifest, to see whether it changed
+
+
+def test_a_server_that_loses_its_ranges_is_read_once_it_was_opened_whole(
+    server: Server, data: go.Dataset
+) -> None:
+    address = serve_folder(server, data.path)
+    go.inspect(address)  # headers and episodes lie in the cache
+    server.has_ranges = False
+    with one_error("SOURCE_READ", "no ranges") as caught:
+        go.audit(address)
+    assert "go.open_dataset(ADDRESS)" in caught.value.remedy
+    go.open_dataset(address)
+    assert go.audit(address).steps == data.spec.steps
 
 
 def test_a_manifest_that_changes_under_workers_is_refused(

@@ -308,7 +308,8 @@ class _HttpFile:
         with self._ask({"Range": f"bytes={begin}-{end - 1}"}) as answer:
             if answer.status != 206:
                 problem = f"the server reads no ranges: it answers {answer.status} to one"
-                remedy = "leave `cache` out, which fetches all once, or use another server"
+                remedy = "go.open_dataset(ADDRESS) fetches all once: leave `cache` out then, "
+                remedy += "or use another server"
                 raise NoRangesError("SOURCE_READ", problem, hide_secrets(self._address), remedy)
             if not (answer.headers["Content-Range"] or "").lower().startswith(f"bytes {begin}-"):
                 raise OSError(f"it sent {answer.headers['Content-Range']}, not from byte {begin}")
@@ -320,6 +321,13 @@ class _HttpFile:
         if self._login:  # not for a server that this one redirects to
             request.add_unredirected_header("Authorization", f"Basic {self._login}")
         answer: HTTPResponse = urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS)
+        coding = answer.headers["Content-Encoding"] or "identity"
+        keeps_packed = re.search(r"\.(t?gz|bz2|xz|zst|br|Z)$", urlsplit(self._address).path)
+        if coding.lower() != "identity" and not keeps_packed:  # servers say so of a file.gz too
+            answer.close()
+            problem, where = f"the server sends it packed ({coding})", hide_secrets(self._address)
+            remedy = f"put it there without Content-Encoding: {coding}, or fetch and unpack it"
+            raise InputError("SOURCE_READ", problem, where, remedy)
         return answer
 
 
