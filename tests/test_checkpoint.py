@@ -25,6 +25,7 @@ from gear_offline.artifacts.checkpoint import (
     seal,
 )
 from gear_offline.artifacts.trained import load_policy
+from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import InputError
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from tests.checkpoint_support import RECIPE, save_checkpoint, saved_state, training_tensors
@@ -162,6 +163,27 @@ def test_one_that_may_be_whole_is_never_passed_over(
     (path / "state.json").write_bytes(seal({**document, "format_version": 3, "news": 1}))
     with pytest.raises(InputError, match="format version 3"):
         newest_checkpoint(tmp_path)
+
+
+def test_runs_of_a_time_with_an_option_of_attention(
+    tmp_path: Path, model: DecisionTransformer
+) -> None:
+    path = save_checkpoint(tmp_path, model, 5)
+    document = json.loads((path / "state.json").read_text())
+    del document["digest"]
+    for named in ("auto", "sdpa"):  # as it is done now
+        document["recipe"]["model"]["attention"] = named
+        (path / "state.json").write_bytes(seal(document))
+        assert read_checkpoint(path).recipe == RECIPE
+        assert_same_state(load_policy(tmp_path / path.name, device="cpu").model, model)
+    for option, value in (("attention", "eager"), ("of_later", 1)):  # another version's
+        document["recipe"]["model"] = {option: value}
+        (path / "state.json").write_bytes(seal(document))
+        with one_error("RUN_DAMAGED", f"none for this gear-offline: .*{option}") as caught:
+            newest_checkpoint(tmp_path)
+        assert caught.value.remedy.startswith("use the version that wrote it")
+    with one_error("RECIPE", "attention is no option any more"):
+        load_recipe("smoke", ["model.attention=eager"])
 
 
 def test_saving_again_replaces(tmp_path: Path, model: DecisionTransformer) -> None:

@@ -221,7 +221,11 @@ def _reading(path: Path, name: str) -> Iterator[None]:
     except GearError as error:
         if error.code in ("RUN_DAMAGED", "RUN_NOT_FOUND"):
             raise
-        raise run_damaged(path, error.problem) from error  # of the recipe
+        if error.code == "RECIPE":  # the digest matches: it is as it was written
+            problem = f"the checkpoint's recipe is none for this gear-offline: {error.problem}"
+            remedy = "use the version that wrote it, or train anew"
+            raise UnreadableCheckpoint("RUN_DAMAGED", problem, str(path), remedy) from error
+        raise run_damaged(path, error.problem) from error
     except FileNotFoundError as error:
         if not path.exists():
             problem, remedy = "the checkpoint was removed meanwhile", "choose another one"

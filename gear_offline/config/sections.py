@@ -524,6 +524,16 @@ class TransformerSettings(ModelSettings):
     encoder: Literal["auto", "none", "cnn", "patch"] = "auto"
     """Encoder of frames: the DQN's convolutions, or linear maps of patches; auto: cnn."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_attention(cls, options: Any) -> Any:
+        """Read runs of a time when `attention` could name what is done now, or ``eager``."""
+        if not isinstance(options, dict) or "attention" not in options:
+            return options
+        if options["attention"] not in ("auto", "sdpa"):
+            raise ValueError("attention is no option any more, it is always fused: leave it out")
+        return {name: value for name, value in options.items() if name != "attention"}
+
     asks_returns = property(lambda self: self.condition == "returns")
     is_stochastic = property(lambda self: self.policy == "gaussian")
     takes_tasks = property(lambda self: not self.is_stochastic)
