@@ -700,6 +700,14 @@ def test_the_model_of_the_page_goes_through_every_command(own: Path, capsys: Cap
         assert main(line) == 0, line
     assert "guessed" in " ".join(capsys.readouterr().out.split()), "of the plan, the last one"
     assert {"action", "state"} <= read_records(own / "run" / "metrics.jsonl")[0].keys()
+    model, data = go.load_policy("run", device="cpu").model, go.open_dataset("dataset")
+    for padding in ("left", "right"):  # no state is predicted behind an episode's last one
+        rows: Any = {"batch_size": 64, "context_length": max(LENGTHS) + 2, "padding": padding}
+        with go.GearLoader(data, device="cpu", **rows) as loader:
+            batch = next(loader)
+        last = batch.attention_mask.cumsum(1).argmax(1, keepdim=True)
+        losses = model.losses(batch)["state"]
+        assert losses.any() and not losses.gather(1, last).any(), padding
 
 
 def test_parts_of_an_installed_package_have_names(own: Path, monkeypatch: Patch) -> None:
