@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -39,7 +40,7 @@ from gear_offline.batches.tables.table import Table
 from gear_offline.core.system import usable_cores
 from gear_offline.core.types import Array
 from gear_offline.data.dataset.inspect import inspect
-from gear_offline.errors import GearError
+from gear_offline.errors import GearError, InputError
 
 SIZES, QUICK_SIZES = "1e6,1e7,1e8", "1e5,1e6"
 EPISODE, FILE_STEPS, MOST_FILES = 200, 100_000, 1000
@@ -58,7 +59,7 @@ DISK_SECONDS = 10.0
 def run(*, quick: bool = False) -> dict[str, Any]:
     """Measure; half a minute for each 10^8 steps."""
     wide = os.environ.get("TIERS")
-    sizes = QUICK_SIZES if quick else wide or os.environ.get("BILLION", SIZES)
+    sizes = _sizes(QUICK_SIZES if quick else wide or os.environ.get("BILLION", SIZES))
     parts: tuple[Callable[[Path, Path], object], ...] = (opened, batches, audited, chosen)
     if torch.cuda.is_available():
         parts = (opened, on_gpu, batches, audited, chosen)
@@ -69,7 +70,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
     ) as name:
         small = Path(name, "small")
         convert(small, SMALL, widths)
-        for steps in (int(float(size)) for size in sizes.split(",")):
+        for steps in sizes:
             folder = Path(name, f"{steps}")
             row = convert(folder, steps, widths)
             rows += _report(steps, row, rows)
@@ -87,6 +88,16 @@ def run(*, quick: bool = False) -> dict[str, Any]:
     if failed:
         raise GearError("BENCHMARK", f"{', '.join(failed)} failed", remedy="see above")
     return {"results": rows}
+
+
+def _sizes(text: str) -> list[int]:
+    """Read a list of numbers of steps."""
+    with suppress(ValueError, OverflowError):
+        sizes = [int(float(size)) for size in text.split(",")]
+        if min(sizes) >= EPISODE and len({*sizes}) == len(sizes):
+            return sizes
+    problem = f"{text!r} is no list of sizes of at least {EPISODE} steps, each once"
+    raise InputError("USAGE", problem, "BILLION or TIERS", "write them like 1e6,1e7")
 
 
 def _report(
