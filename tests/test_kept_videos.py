@@ -1,5 +1,6 @@
 """Frames that stay in videos (`convert --video keep`), against PyAV and the decoded conversion."""
 
+import os
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from benchmarks.video import FPS, moving_frames, write_lerobot, write_video
 from gear_offline.batches.tables.joint import Part, join_datasets
 from gear_offline.data.dataset.inspect import print_inspection
 from gear_offline.errors import GearError
+from tests.support import one_error
 
 av = pytest.importorskip("av", reason="needs pip install 'gear-offline[lerobot]'")
 
@@ -136,6 +138,21 @@ def test_a_size_that_no_frame_gets_is_refused(folders: Path, tmp_path: Path) -> 
     for size in ("32", "0x32", "32x", "32x32x3", (1 << 20, 1 << 20)):
         assert "is no size" in str(refusal(lambda: convert(folders / "set", resize=size)))  # noqa: B023
     assert not (tmp_path / "new").exists()
+
+
+def test_videos_that_are_open_are_compared_again(copies: Path) -> None:
+    """A touch changes nothing; other bytes are refused, although the file was open before."""
+    options: Any = {"observations": [TOP], "device": "cpu", "context_length": 1}
+    [video] = (copies / "set").glob(f"videos/{TOP}/*/*.mp4")
+    with go.GearLoader(copies / "kept", 4, **options) as loader:
+        before = loader.batch_at(0).states
+        os.utime(video)
+        assert (loader.batch_at(0).states == before).all()
+        content = bytearray(video.read_bytes())
+        content[len(content) // 2] ^= 1
+        video.write_bytes(content)
+        with one_error("DATASET_DAMAGED", "does not match its digest"):
+            loader.batch_at(1)
 
 
 def test_a_view_has_its_own_frames(folders: Path) -> None:

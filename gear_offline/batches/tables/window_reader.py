@@ -20,6 +20,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from gear_offline.batches.tables.table import GroupPlan, TableOptions, private_r
 from gear_offline.core.files import file_identity
 from gear_offline.core.types import Array, Int64Array, UInt8Array
 from gear_offline.data.dataset.dataset import Dataset
+from gear_offline.data.dataset.pictures import OpenVideos
 from gear_offline.data.dataset.ranges import RangedFile
 from gear_offline.data.dataset.shard import byte_view, damage_error, read_exactly
 from gear_offline.data.dataset.videos import KeptFile, KeptFrames
@@ -142,7 +144,7 @@ class WindowReader:
             firsts = [b + dataset.file_steps for b, dataset in zip(bases, datasets, strict=False)]
             self._moved = np.concatenate(firsts) - self._offsets
         self._resident, self._stored = list[tuple[int, UInt8Array]](), list[_Stored]()
-        self._kept = list[_Kept]()
+        self._kept, self._videos = list[_Kept](), threading.local()
         widest = []
         for number, (plan, rows) in enumerate(zip(plans, resident, strict=True)):
             if rows is not None:
@@ -196,7 +198,9 @@ class WindowReader:
         steps, rows = (np.repeat(first, counts) + offsets for first in (begins, rows))
         spec = column.frames.spec
         frames = target.view(spec.dtype).reshape(-1, *spec.shape)
-        column.frames.decode(column.references[steps], frames, rows)
+        if not hasattr(self._videos, "open"):
+            self._videos.open = OpenVideos()  # until the thread ends
+        column.frames.decode(column.references[steps], frames, rows, self._videos.open)
 
     def _find(self, steps: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return where steps of the table are in the files, and in which shard."""

@@ -9,22 +9,25 @@ Shape legend: N frames, h x w pixels, C colours.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from io import BytesIO, FileIO
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from gear_offline.core.files import FileIdentity, file_identity
 from gear_offline.core.types import Array, Float64Array, Int64Array
 from gear_offline.errors import InputError, package_needed, reading_errors
 
 TOLERANCE = 1e-4  # seconds between a row and its frame, as LeRobot's decoder has it
 MAX_PIXELS = 1 << 26
+MOST_OPEN = 4  # videos of a thread; each has the memory of a decoder
 Size = tuple[int, ...] | None  # height and width
 # formats of FFmpeg whose arrays are the numbers that they store
 EXACT = ("gray", "rgb48", "gbrp", "rgba", "bgra")
@@ -79,21 +82,80 @@ def find_frames(file: VideoFile, times: Float64Array) -> Int64Array:
     return np.stack([groups[nearest], stamps[nearest]], axis=1)
 
 
+class _Opened(NamedTuple):
+    """An open video."""
+
+    stack: ExitStack  # closes it
+    raw: FileIO
+    identity: FileIdentity
+    video: Any
+    rgb: Callable[[Any], Array]
+
+
+def _open_video(file: VideoFile, resize: Size) -> _Opened:
+    with ExitStack() as stack:
+        raw = stack.enter_context(file.open())
+        video = stack.enter_context(_open_frames(f"/dev/fd/{raw.fileno()}", file.path))
+        identity = file_identity(raw.fileno())
+        return _Opened(stack.pop_all(), raw, identity, video, _rgb_converter(resize))
+
+
+class OpenVideos:
+    """Videos that one thread reads, the last few of which stay open with their decoders.
+
+    To open a video and to make its decoder costs more than a frame.
+    """
+
+    def __init__(self) -> None:
+        self._open = OrderedDict[tuple[VideoFile, Size], _Opened]()
+
+    @contextmanager
+    def use(self, file: VideoFile, resize: Size) -> Iterator[tuple[Any, Callable[[Any], Array]]]:
+        """Give an open video, and what makes its frames RGB; open it anew if the file changed."""
+        opened = self._open.pop((file, resize), None)
+        if opened is not None and file_identity(opened.raw.fileno()) != opened.identity:
+            opened.stack.close()
+            opened = None
+        opened = opened or _open_video(file, resize)
+        try:
+            with reading_errors("video or image", file.path):
+                yield opened.video, opened.rgb
+        except BaseException:
+            opened.stack.close()
+            raise
+        self._open[file, resize] = opened
+        while len(self._open) > MOST_OPEN:
+            self._open.popitem(last=False)[1].stack.close()
+
+    def close(self) -> None:
+        """Close them; others can be opened."""
+        while self._open:
+            self._open.popitem()[1].stack.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
 def decode_frames(
-    files: Sequence[VideoFile], references: Int64Array, size: Size = None, resize: Size = None
+    files: Sequence[VideoFile],
+    references: Int64Array,
+    size: Size = None,
+    resize: Size = None,
+    videos: OpenVideos | None = None,
 ) -> Iterator[tuple[int, Array]]:
     """Yield the place of each of (N, 3) references, and its pixels (h, w, C), in any order.
 
     Each file is opened once, each group of pictures decoded once, a frame converted once.  All
-    are of the `size`, or made so large as `resize` says.
+    are of the `size`, or made so large as `resize` says.  The `videos` that are open stay so.
     """
+    videos = OpenVideos() if videos is None else videos
     order = np.lexsort(references.T[::-1])
     cuts = np.flatnonzero(np.diff(references[order, 0])) + 1
     for places in np.split(order, cuts) if len(order) else ():
         file, wanted = files[references[places[0], 0]], references[places, 1:]
-        with file.open() as raw, _open_frames(f"/dev/fd/{raw.fileno()}", file.path) as video:
+        with videos.use(file, resize) as (video, rgb):
             pictures = _decode(video, wanted.tolist(), file.path)
-            picture, last, rgb = np.empty(0), None, _rgb_converter(resize)
+            picture, last = np.empty(0), None
             for place, frame in zip(places.tolist(), pictures, strict=True):
                 if frame is not last:
                     picture, last = pixels(frame, file.path, size, resize, rgb), frame
@@ -104,7 +166,6 @@ def decode_frames(
 def _decode(video: Any, wanted: Sequence[Sequence[int]], path: Path) -> Iterator[Any]:
     """Yield the frame of each group and stamp, which rise, of an open video."""
     stream = video.streams.video[0]
-    stream.codec_context.thread_count = 1  # others decode other files
     for group, pairs in groupby(wanted, itemgetter(0)):
         stamps = [stamp for _, stamp in pairs][::-1]
         for start in (group, 0):  # from its key frame, or else from the beginning
@@ -197,6 +258,7 @@ def _open_frames(file: Any, path: Path) -> Iterator[Any]:
             problem = f"a picture of {stream.width} x {stream.height} pixels"
             remedy = f"at most {MAX_PIXELS:,} are read"
             raise InputError("SOURCE_UNSAFE", problem, str(path), remedy)
+        stream.codec_context.thread_count = 1  # others decode other files
         yield opened
 
 

@@ -17,7 +17,7 @@ import xxhash
 from gear_offline.core.files import file_identity, open_regular
 from gear_offline.core.types import Array, Int64Array
 from gear_offline.data.dataset.manifest import Manifest, VideoRecord
-from gear_offline.data.dataset.pictures import decode_frames
+from gear_offline.data.dataset.pictures import OpenVideos, decode_frames
 from gear_offline.data.dataset.schema import ColumnSpec
 from gear_offline.errors import InputError
 
@@ -85,14 +85,21 @@ class KeptFrames:
         self.decode(references, frames, np.arange(len(references)))
         return frames
 
-    def decode(self, references: Int64Array, frames: Array, rows: Int64Array) -> None:
+    def decode(
+        self,
+        references: Int64Array,
+        frames: Array,
+        rows: Int64Array,
+        videos: OpenVideos | None = None,
+    ) -> None:
         """Decode the frames of (N, 3) references into `rows`, (N,), of `frames`, (any, *shape)."""
         shape, dtype, numbers = self.spec.shape, self.spec.dtype, references[:, 0]
         if numbers.size and not 0 <= numbers.min() <= numbers.max() < len(self.files):
             problem, remedy = "a step refers to no video", "compare the digests, convert again"
             raise InputError("DATASET_DAMAGED", problem, f"column {self.spec.name}", remedy)
         resize = shape[:2] if self.resized else None
-        for place, picture in decode_frames(self.files, references, resize=resize):
+        pictures = decode_frames(self.files, references, resize=resize, videos=videos)
+        for place, picture in pictures:
             if (picture.shape, picture.dtype) != (shape, dtype):
                 problem = f"a frame is {picture.dtype} {picture.shape}, others {dtype} {shape}"
                 path = str(self.files[numbers[place]].path)
