@@ -166,8 +166,9 @@ def audit(
     pieces = list(_pieces(data, full=full))
     alike, compared = _find_alike(every, full=full)
     total = sum(stop - first for first, stop in pieces)
+    shown = data.address or data.path.name
     with (
-        Progress(f"audit {data.path.name}", total=total, unit="steps", quiet=quiet) as progress,
+        Progress(f"audit {shown}", total=total, unit="steps", quiet=quiet) as progress,
         ThreadPoolExecutor(usable_cores()) as pool,
     ):
         for (first, stop), seen in zip(pieces, pool.map(steps.look, pieces), strict=True):

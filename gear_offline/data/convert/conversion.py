@@ -160,7 +160,7 @@ def convert(
         stay where they are, and loaders decode what they draw.  Of LeRobot's datasets.
     resize
         Height and width, ``"96x128"`` or ``(96, 128)``, of LeRobot's frames: each pixel is the mean
-        of those under it (FFmpeg's ``AREA``), computed as a frame is decoded.  Colours and grey of
+        of those under it (Pillow's ``BOX``), made when a frame is decoded.  Colours and grey of
         8 bits.
     allow_nonfinite
         Accept NaN and infinities; statistics leave them out.

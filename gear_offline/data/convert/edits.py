@@ -189,8 +189,10 @@ class Edits:
                 raise InputError("COLUMN", problem, uri, f"store one real number per step{PADDED}")
         if (width := sum(prod(c.shape) for c in picked)) > MAX_WIDTH:
             widest = max(picked, key=lambda c: prod(c.shape)).name
-            problem, remedy = f"{width:,} numbers a step", "leave out wide columns: at most"
-            raise InputError("COLUMN", problem, f"column {widest}", f"{remedy} {MAX_WIDTH:,}")
+            problem = f"{width:,} numbers a step, more than {MAX_WIDTH:,}"
+            remedy = "leave out wide columns, or make LeRobot's frames smaller by --resize"
+            remedy += ", or leave them in their videos by --video keep"
+            raise InputError("COLUMN", problem, f"column {widest}", remedy)
         table = TableSpec(columns=picked, steps=1, episodes=1)
         floats = [name for name in self.discrete if table[name].dtype.kind == "f"]
         return tuple(replace(c, dtype=np.dtype("i4")) if c.name in floats else c for c in picked)
@@ -201,7 +203,7 @@ class Edits:
         is_decoded = source.info.format == "lerobot" and self.resize in sizes
         if self.resize and not self.keeps_videos and not is_decoded:
             problem = "no column has frames that are decoded, so none is resized"
-            remedy = "name LeRobot's cameras by --columns; others are resized by --map"
+            remedy = "name cameras of a LeRobot dataset by --columns; others are resized by --map"
             raise InputError("USAGE", problem, source.info.uri, remedy)
 
     def find_videos(self, source: Source, stored: Sequence[ColumnSpec]) -> dict[str, KeptVideo]:

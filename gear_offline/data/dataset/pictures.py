@@ -92,12 +92,12 @@ class _Opened(NamedTuple):
     rgb: Callable[[Any], Array]
 
 
-def _open_video(file: VideoFile, resize: Size) -> _Opened:
+def _open_video(file: VideoFile) -> _Opened:
     with ExitStack() as stack:
         raw = stack.enter_context(file.open())
         video = stack.enter_context(_open_frames(f"/dev/fd/{raw.fileno()}", file.path))
         identity = file_identity(raw.fileno())
-        return _Opened(stack.pop_all(), raw, identity, video, _rgb_converter(resize))
+        return _Opened(stack.pop_all(), raw, identity, video, _rgb_converter())
 
 
 class OpenVideos:
@@ -107,23 +107,23 @@ class OpenVideos:
     """
 
     def __init__(self) -> None:
-        self._open = OrderedDict[tuple[VideoFile, Size], _Opened]()
+        self._open = OrderedDict[VideoFile, _Opened]()
 
     @contextmanager
-    def use(self, file: VideoFile, resize: Size) -> Iterator[tuple[Any, Callable[[Any], Array]]]:
+    def use(self, file: VideoFile) -> Iterator[tuple[Any, Callable[[Any], Array]]]:
         """Give an open video, and what makes its frames RGB; open it anew if the file changed."""
-        opened = self._open.pop((file, resize), None)
+        opened = self._open.pop(file, None)
         if opened is not None and file_identity(opened.raw.fileno()) != opened.identity:
             opened.stack.close()
             opened = None
-        opened = opened or _open_video(file, resize)
+        opened = opened or _open_video(file)
         try:
             with reading_errors("video or image", file.path):
                 yield opened.video, opened.rgb
         except BaseException:
             opened.stack.close()
             raise
-        self._open[file, resize] = opened
+        self._open[file] = opened
         while len(self._open) > MOST_OPEN:
             self._open.popitem(last=False)[1].stack.close()
 
@@ -153,7 +153,7 @@ def decode_frames(
     cuts = np.flatnonzero(np.diff(references[order, 0])) + 1
     for places in np.split(order, cuts) if len(order) else ():
         file, wanted = files[references[places[0], 0]], references[places, 1:]
-        with videos.use(file, resize) as (video, rgb):
+        with videos.use(file) as (video, rgb):
             pictures = _decode(video, wanted.tolist(), file.path)
             picture, last = np.empty(0), None
             for place, frame in zip(places.tolist(), pictures, strict=True):
@@ -200,17 +200,12 @@ def image_pixels(content: bytes, path: Path, size: Size = None, resize: Size = N
         return pixels(next(image.decode(video=0)), path, size, resize)
 
 
-def _scaling(size: Size) -> dict[str, Any]:
-    """Return how FFmpeg makes a frame so large: the mean of the pixels that lie under each."""
-    return {"height": size[0], "width": size[1], "interpolation": "AREA"} if size else {}
-
-
-def _rgb_converter(size: Size) -> Callable[[Any], Array]:
+def _rgb_converter() -> Callable[[Any], Array]:
     """Return a function of frames that prepares FFmpeg's conversion to RGB once for all."""
     from av.video.reformatter import VideoReformatter
 
-    reformatter, how = VideoReformatter(), {"format": "rgb24", **_scaling(size)}
-    return lambda frame: reformatter.reformat(frame, **how).to_ndarray()
+    reformatter = VideoReformatter()
+    return lambda frame: reformatter.reformat(frame, format="rgb24").to_ndarray()
 
 
 def pixels(
@@ -232,9 +227,10 @@ def pixels(
     alpha = any(component.is_alpha for component in pixel_format.components)
     eight = all(component.bits == 8 for component in pixel_format.components)
     if len(pixel_format.components) >= 3 and eight and not alpha and not pixel_format.has_palette:
-        rows: Array = rgb(frame) if rgb else frame.to_ndarray(format="rgb24", **_scaling(resize))
-    elif pixel_format.name == "gray":
-        rows = frame.to_ndarray(format="gray", **_scaling(resize))
+        rows: Array = rgb(frame) if rgb else frame.to_ndarray(format="rgb24")
+        rows = _resized(rows, resize) if resize else rows
+    elif pixel_format.name == "gray" and resize:
+        rows = _resized(frame.to_ndarray(), resize)
     elif resize:
         problem = f"pixels of {pixel_format.name} are not resized"
         raise _misfit(problem, path, "convert them as they are")
@@ -246,6 +242,14 @@ def pixels(
         problem = f"pixels of {pixel_format.name} are not read, as their numbers would change"
         raise _misfit(problem, path, "store grey of 8 or 16 bits, RGB or RGBA")
     return rows if rows.ndim == 3 else rows[..., None]
+
+
+def _resized(rows: Array, size: tuple[int, ...]) -> Array:
+    """Return an image of another size, of which each pixel is the mean of those under it."""
+    from PIL import Image
+
+    height, width = size
+    return np.array(Image.fromarray(rows).resize((width, height), Image.Resampling.BOX))
 
 
 @contextmanager
