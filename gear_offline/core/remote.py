@@ -411,5 +411,5 @@ def _server_errors(address: str, code: str) -> Iterator[None]:
         else:
             problem = f"the server does not answer as it should: {reason}"
             remedy = "check the network, then try again: it goes on where it broke off"
-            found = UnavailableError(code, problem, where, remedy)
+            found = UnavailableError("SOURCE_READ", problem, where, remedy)
         raise found from (None if is_secret else error)
