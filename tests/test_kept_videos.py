@@ -142,6 +142,8 @@ def test_a_size_that_no_frame_gets_is_refused(folders: Path, tmp_path: Path) -> 
         assert "none is resized" in str(refusal(lambda: convert(source, resize=size)))  # noqa: B023
     for size in ("32", "0x32", "32x", "32x32x3", (1 << 20, 1 << 20)):
         assert "is no size" in str(refusal(lambda: convert(folders / "set", resize=size)))  # noqa: B023
+    opened = partial(go.open_source, folders / "decoded", resize=(32, 32))
+    assert "none is resized" in str(refusal(opened))
     assert not (tmp_path / "new").exists()
 
 

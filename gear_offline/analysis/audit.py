@@ -83,20 +83,16 @@ class Audit(Document):
         console = Terminal()
         counts = f"{count_text(self.episodes, 'episode')}, {count_text(self.steps, 'step')}"
         console.print(f"{self.path}: {counts}")
-        read, alike = (
-            count_text(self.steps_read, "step"),
-            count_text(self.episodes_alike, "episode"),
-        )
-        is_sample, where = self.steps_read < self.steps, ""
-        if is_sample:
+        where = ""
+        if self.steps_read < self.steps:
+            read = count_text(self.steps_read, "step")
             where = f" in the {read} read"
             console.print(f"{read} were read, spread evenly: --full reads all")
         if self.episodes_compared < self.episodes_alike:
+            alike = count_text(self.episodes_alike, "episode")
             where += f", the {self.episodes_compared:,} episodes compared"
-            console.print(
-                f"{self.episodes_compared:,} of {alike} that may be the same were compared: --full "
-                "compares all"
-            )
+            line = f"{self.episodes_compared:,} of {alike} that may be the same were compared"
+            console.print(f"{line}: --full compares all")
         if not self.findings:
             console.print(f"nothing looks wrong{where}")
             return

@@ -282,10 +282,11 @@ def convert(
 
 
 def _frame_size(given: str | tuple[int, int] | None) -> tuple[int, int] | None:
-    parts = given.lower().split("x") if isinstance(given, str) else [*map(str, given or ())]
-    size = tuple(int(part) if part.strip().isdecimal() else 0 for part in parts)
+    """Return height and width of a user's `given` ones (``USAGE``)."""
     if given is None:
         return None
+    parts = given.lower().split("x") if isinstance(given, str) else map(str, given)
+    size = tuple(int(part) if part.strip().isdecimal() else 0 for part in parts)
     if len(size) != 2 or min(size) < 1 or size[0] * size[1] > MAX_PIXELS:
         problem, remedy = f"resize={given!r} is no size", "give height x width, such as 96x128"
         raise InputError("USAGE", problem, remedy=remedy)

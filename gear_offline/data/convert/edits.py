@@ -200,11 +200,9 @@ class Edits:
     def check_frames(self, source: Source, stored: Sequence[ColumnSpec]) -> None:
         """Refuse a size of frames where none are decoded."""
         sizes = {column.shape[:2] for column in stored if len(column.shape) == 3}
-        is_decoded = source.info.format == "lerobot" and self.resize in sizes
-        if self.resize and not self.keeps_videos and not is_decoded:
+        if self.resize and not self.keeps_videos and self.resize not in sizes:
             problem = "no column has frames that are decoded, so none is resized"
-            remedy = "name cameras of a LeRobot dataset by --columns; others are resized by --map"
-            raise InputError("USAGE", problem, source.info.uri, remedy)
+            raise InputError("USAGE", problem, source.info.uri, "name cameras by --columns")
 
     def find_videos(self, source: Source, stored: Sequence[ColumnSpec]) -> dict[str, KeptVideo]:
         """Return the frames that stay in videos by their column; refuse what would hide them."""

@@ -77,23 +77,33 @@ def open_source(
     ------
     InputError
         ``SOURCE_READ`` for what is missing, damaged or no source, ``SOURCE_LAYOUT`` for what makes
-        no trajectories, ``SOURCE_UNSAFE``, ``COLUMN`` for `names` that do not fit.
+        no trajectories, ``SOURCE_UNSAFE``, ``COLUMN`` for `names` that do not fit, ``USAGE``.
     UnavailableError
         ``SOURCE_READ`` for a failed download, ``PACKAGE_MISSING``.
     """
+    frames = {"keeps_videos": keeps_videos, "resize": resize}
+    source = _open(uri, rule, names or {}, partial, reader, frames)
+    if resize is not None and source.info.format != "lerobot":
+        source.close()
+        problem = "frames of LeRobot datasets alone are decoded, so none is resized"
+        raise InputError("USAGE", problem, source.info.uri, "--map changes frames of others")
+    return source
+
+
+def _open(
+    uri: str | os.PathLike[str],
+    rule: str | None,
+    names: Mapping[str, str],
+    partial: bool,
+    reader: str | EpisodeReader | None,
+    frames: Mapping[str, Any],
+) -> Source:
     if is_remote(uri):
         uri = parse_address(uri) or str(uri)
         fetched: Any = fetch_source(uri, is_file=reader is not None)
-        how: Any = {
-            "rule": rule,
-            "partial": partial,
-            "keeps_videos": keeps_videos,
-            "resize": resize,
-        }
-        source = open_source(fetched, names=names, reader=reader, **how)
+        source = _open(fetched, rule, names, partial, reader, frames)
         source.info = replace(source.info, uri=hide_secrets(uri))
         return source
-    names = names or {}
     if not (isinstance(names, Mapping) and all(isinstance(o, str) for o in names.values())):
         remedy = 'give a mapping: {"observations": "obs"}'
         raise InputError("COLUMN", f"names={names!r} is not usable", "", remedy)
@@ -113,7 +123,6 @@ def open_source(
         request = SourceRequest(path.name, rule, names, partial=partial)
         return adapt_columns(with_columns(open_by_reader(reader, path, request), names))
     scheme, name, key = _split(uri) if isinstance(uri, str) else ("", "", None)
-    frames: Any = {"keeps_videos": keeps_videos, "resize": resize}
     request = SourceRequest(str(uri), rule, names, key, partial, **frames)
     if scheme == "d4rl" and (packaged := open_d4rl_package(name, request)):
         return adapt_columns(with_columns(packaged, names), rule)
