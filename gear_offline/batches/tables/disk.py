@@ -10,8 +10,9 @@ of a batch, S slots.
 
 from __future__ import annotations
 
+import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from gear_offline.batches.sampling.draws import SegmentStream
+from gear_offline.batches.tables.decoders import SharedFrames
 from gear_offline.batches.tables.joint import (
     TableData,
     data_name,
@@ -33,6 +35,7 @@ from gear_offline.batches.tables.read_ahead import (
     ReadAhead,
     ReadPlan,
 )
+from gear_offline.batches.tables.shared import SharedMemory
 from gear_offline.batches.tables.table import (
     GroupPlan,
     Table,
@@ -40,6 +43,7 @@ from gear_offline.batches.tables.table import (
     build_table,
     plan_groups,
     span_index,
+    whole_pages,
 )
 from gear_offline.batches.tables.window_reader import COPY_BYTES, Places, WindowReader, buffer_bytes
 from gear_offline.core.system import check_available, usable_cores
@@ -49,6 +53,7 @@ from gear_offline.data.dataset.dataset import REFERENCE_BYTES as FRAME_REFERENCE
 from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.data.dataset.ranges import largest_block
 from gear_offline.data.dataset.schema import EpisodeIndex
+from gear_offline.data.dataset.videos import KeptFrames
 from gear_offline.errors import InputError
 from gear_offline.kernels.columns import ColumnGroup
 from gear_offline.kernels.draws import GUIDE_BITS, Segments
@@ -203,7 +208,7 @@ class DiskGather:
             shards, plans, resident_rows, options, chunk_steps=sizes.chunk_steps
         )
         self._memory = partial(_Slots, plans, index, options, padding)
-        self._slots = self._memory(sizes.slots, pin=pin)
+        self._slots = self._memory(sizes.slots, pin=pin, shared=self._windows.videos)
         self.table = Table(episodes=index, groups=self._slots.groups, margin=options.margin)
         plan = ReadPlan(
             _draw(index, stream, options),
@@ -212,7 +217,8 @@ class DiskGather:
             handout=sizes.handout,
         )
         self._rank_batch, self._span = stream.rank_batch, options.context_length
-        self._ahead = ReadAhead(self._windows, plan, self._slots.targets, threads=sizes.threads)
+        ahead = partial(ReadAhead, self._windows, plan, self._slots.targets, self._slots.shared)
+        self._ahead = ahead(threads=sizes.threads)
         # Also when the interpreter ends: then the threads are waited for.
         self._close = weakref.finalize(self, self._ahead.stop)
 
@@ -244,7 +250,8 @@ class DiskGather:
         aside = self._memory(len(low))
         order = np.argsort(low, kind="stable")
         places = Places(low=low[order], real=real[order], before=starts[order], slots=order)
-        self._windows.read(places, aside.targets, self._windows.buffer())
+        with self._windows.tools(aside.targets) as tools:
+            self._windows.read(places, aside.targets, tools)
         return aside.gather(segments, np.arange(len(low)))
 
     def close(self) -> None:
@@ -253,7 +260,10 @@ class DiskGather:
 
 
 class _Slots:
-    """Memory for windows, which all lie in landing rows: of H rows and K each."""
+    """Memory for windows, which all lie in landing rows: of H rows and K each.
+
+    The plans whose numbers are in `shared` lie in shared memory.
+    """
 
     def __init__(
         self,
@@ -264,14 +274,22 @@ class _Slots:
         slots: int,
         *,
         pin: bool = False,
+        shared: Mapping[int, KeptFrames] = {},
     ) -> None:
         self._rows, self._history = options.margin, options.history
         count = (slots + 2) * self._rows  # with two margins in front
         check_available(sum(count * plan.row_bytes for plan in plans))
+        self.shared: SharedFrames | None = None
+        if shared and hasattr(os, "memfd_create"):
+            nbytes = sum(whole_pages(count * plans[number].row_bytes) for number in shared)
+            self._frames, columns = SharedMemory.create(nbytes), tuple(shared.values())
+            handle, margin = self._frames.handle(), 2 * self._rows
+            self.shared = SharedFrames(columns=columns, memory=handle, rows=count, margin=margin)
         groups, self.targets = [], list[Array]()
-        for plan in plans:
+        for number, plan in enumerate(plans):
             # NumPy asks for large pages: windows come from and go to places far apart.
-            rows = np.zeros((count, plan.width), plan.dtype)
+            make = self._frames.allocate if self.shared and number in shared else np.zeros
+            rows = make((count, plan.width), plan.dtype)
             groups.append(ColumnGroup(fields=tuple(plan.fields.values()), rows=rows))
             window = np.dtype((np.void, self._rows * plan.row_bytes))
             self.targets.append(rows[2 * self._rows :].reshape(-1).view(np.uint8).view(window))

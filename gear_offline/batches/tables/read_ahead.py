@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from gear_offline.batches.tables.decoders import SharedFrames
 from gear_offline.batches.tables.window_reader import Places, WindowReader
 from gear_offline.core.types import Array, Int64Array
 from gear_offline.errors import GearError
@@ -164,7 +165,7 @@ class ReadPlan:
 
 
 class ReadAhead:
-    """Threads that read by a plan; `targets` as in `WindowReader.read`.
+    """Threads that read by a plan; `targets` and `shared` as in `WindowReader.tools`.
 
     A thread takes a job, some megabytes, so it needs the lock a few hundred times a second, however
     many windows there are.  The threads know nothing of the loader: it can be dropped while they
@@ -173,9 +174,16 @@ class ReadAhead:
     """
 
     def __init__(
-        self, windows: WindowReader, plan: ReadPlan, targets: Sequence[Array], *, threads: int
+        self,
+        windows: WindowReader,
+        plan: ReadPlan,
+        targets: Sequence[Array],
+        shared: SharedFrames | None,
+        *,
+        threads: int,
     ) -> None:
         self._windows, self._plan, self._targets = windows, plan, tuple(targets)
+        self._shared = shared
         # One lock.  A thread that has read looks for more itself; another one is woken when the
         # plan has moved on, and wakes the next if it finds something.
         lock = threading.RLock()
@@ -252,18 +260,18 @@ class ReadAhead:
 
     def _work(self) -> None:
         try:
-            buffer = self._windows.buffer()
-            while (task := self._next()) is not None:
-                if isinstance(task, Job):
-                    self._windows.read(task.places, self._targets, buffer)
-                    with self._changed:
-                        self._plan.finish(task)
-                        self._arrived.notify_all()
-                else:
-                    block = self._plan.draw(*task)
-                    with self._changed:
-                        self._plan.extend(block)
-                        self._changed.notify()
+            with self._windows.tools(self._targets, self._shared) as tools:
+                while (task := self._next()) is not None:
+                    if isinstance(task, Job):
+                        self._windows.read(task.places, self._targets, tools)
+                        with self._changed:
+                            self._plan.finish(task)
+                            self._arrived.notify_all()
+                    else:
+                        block = self._plan.draw(*task)
+                        with self._changed:
+                            self._plan.extend(block)
+                            self._changed.notify()
         except BaseException as error:
             with self._changed:
                 self._error = self._error or error

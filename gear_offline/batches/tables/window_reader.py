@@ -20,7 +20,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,13 +29,13 @@ from typing import Any
 
 import numpy as np
 
+from gear_offline.batches.tables.decoders import Decoder, DecoderProcess, SharedFrames
 from gear_offline.batches.tables.fields import standard_fields
 from gear_offline.batches.tables.joint import Part
 from gear_offline.batches.tables.table import GroupPlan, TableOptions, private_rows, whole_pages
-from gear_offline.core.files import file_identity
+from gear_offline.core.files import Closing, file_identity
 from gear_offline.core.types import Array, Int64Array, UInt8Array
 from gear_offline.data.dataset.dataset import Dataset
-from gear_offline.data.dataset.pictures import OpenVideos
 from gear_offline.data.dataset.ranges import RangedFile
 from gear_offline.data.dataset.shard import byte_view, damage_error, read_exactly
 from gear_offline.data.dataset.videos import KeptFile, KeptFrames
@@ -63,6 +62,16 @@ class Places:
     def take(self, which: Any) -> Places:
         """Return some windows, as NumPy indexes arrays."""
         return Places(**{name: values[which] for name, values in vars(self).items()})
+
+
+class Tools(Closing):
+    """What a thread reads with, and nobody else meanwhile."""
+
+    def __init__(self, buffer: UInt8Array, decoder: Decoder) -> None:
+        self.buffer, self.decoder = buffer, decoder
+
+    def close(self) -> None:
+        self.decoder.close()
 
 
 def _read_directly(handle: int) -> None:
@@ -144,7 +153,7 @@ class WindowReader:
             firsts = [b + dataset.file_steps for b, dataset in zip(bases, datasets, strict=False)]
             self._moved = np.concatenate(firsts) - self._offsets
         self._resident, self._stored = list[tuple[int, UInt8Array]](), list[_Stored]()
-        self._kept, self._videos = list[_Kept](), threading.local()
+        self._kept = list[_Kept]()
         widest = []
         for number, (plan, rows) in enumerate(zip(plans, resident, strict=True)):
             if rows is not None:
@@ -157,24 +166,39 @@ class WindowReader:
         self._margin = _margin_bytes(widest, self._rows)
         self._buffer_bytes = buffer_bytes(widest, self._rows, chunk_steps)
 
-    def buffer(self) -> UInt8Array:
-        """Return memory for `read`, of one thread, from a multiple of a page on."""
-        # NumPy asks for large pages from 4 MiB on; a disk reads into those with fewer commands.
-        return private_rows((self._buffer_bytes,), np.dtype(np.uint8))
+    @property
+    def videos(self) -> dict[int, KeptFrames]:
+        """The columns of frames that stay in videos, by their numbers."""
+        return {column.number: column.frames for column in self._kept}
 
-    def read(self, places: Places, targets: Sequence[Array], buffer: UInt8Array) -> None:
+    def tools(self, targets: Sequence[Array], shared: SharedFrames | None = None) -> Tools:
+        """Return what one thread needs for `read` into `targets`.
+
+        With `shared`, those of `videos` there, a process decodes.
+        """
+        # NumPy asks for large pages from 4 MiB on; a disk reads into those with fewer commands.
+        buffer = private_rows((self._buffer_bytes,), np.dtype(np.uint8))  # begins at a page
+        if shared is not None:
+            return Tools(buffer, DecoderProcess(shared))
+        frames = [
+            targets[number].view(column.spec.dtype).reshape(-1, *column.spec.shape)
+            for number, column in self.videos.items()
+        ]
+        return Tools(buffer, Decoder([*self.videos.values()], frames))
+
+    def read(self, places: Places, targets: Sequence[Array], tools: Tools) -> None:
         """Read windows into their slots.
 
         Windows come in the order of their first steps.  A target has (S,) slots of H + K rows, as
         void, of each column.  Row H is a window's first step.  Rows around the window, and around
-        its history where the column has one, are any.  The buffer is used for nothing else.
+        its history where the column has one, are any.
         """
         row = places.low - self._history
         for number, rows in self._resident:
             begins = (row + self._rows) * rows.shape[1]  # behind the margin
             _copy(rows.reshape(-1), begins, places.slots, targets[number])
-        for column in self._kept:
-            self._decode(column, places, targets[column.number])
+        for number, column in enumerate(self._kept):
+            tools.decoder.decode(number, *self._frames(column, places))
         if not self._stored:
             return
         low, shard = self._find(places.low)
@@ -187,20 +211,16 @@ class WindowReader:
         cuts = np.flatnonzero((np.diff(shard) != 0) | (np.diff(chunk) != 0)) + 1
         for begin, end in pairwise([0, *cuts.tolist(), len(shard)] if len(shard) else []):
             part = places.take(slice(begin, end))
-            self._read_chunk(int(shard[begin]), low[begin:end], part, targets, buffer)
+            self._read_chunk(int(shard[begin]), low[begin:end], part, targets, tools.buffer)
 
-    def _decode(self, column: _Kept, places: Places, target: Array) -> None:
-        """Decode the frames of windows into their slots."""
+    def _frames(self, column: _Kept, places: Places) -> tuple[Int64Array, Int64Array]:
+        """Return the references of the frames of windows, and their rows in the slots."""
         before = np.minimum(places.before, column.history)
         counts, begins = before + places.real, places.low - before
         rows = places.slots * self._rows + self._history - before
         offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         steps, rows = (np.repeat(first, counts) + offsets for first in (begins, rows))
-        spec = column.frames.spec
-        frames = target.view(spec.dtype).reshape(-1, *spec.shape)
-        if not hasattr(self._videos, "open"):
-            self._videos.open = OpenVideos()  # until the thread ends
-        column.frames.decode(column.references[steps], frames, rows, self._videos.open)
+        return column.references[steps], rows
 
     def _find(self, steps: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return where steps of the table are in the files, and in which shard."""
