@@ -339,6 +339,7 @@ class RowOpener:
             replace(options.table, chunk=None),
             host_budget=budget,
             kept_bytes=rows * sum(plan.row_bytes for plan in plans),
+            processes=len(self.world.members),
             padding=options.padding,
             pin=pin,
         )

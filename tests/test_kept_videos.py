@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import zipfile
 from collections.abc import Callable
 from functools import partial
@@ -10,12 +11,14 @@ from typing import Any
 
 import h5py
 import numpy as np
+import psutil
 import pyarrow.parquet as pq
 import pytest
 
 import gear_offline as go
 from benchmarks.video import FPS, moving_frames, write_lerobot, write_video
 from gear_offline.batches.tables.joint import Part, join_datasets
+from gear_offline.core.workers import Worker
 from gear_offline.data.dataset.inspect import print_inspection
 from gear_offline.errors import GearError
 from tests.support import one_error
@@ -281,6 +284,26 @@ def test_damage_is_found_when_frames_are_decoded(copies: Path) -> None:
     options: Any = {"observations": [TOP], "device": "cpu", "context_length": 2}
     error = refusal(lambda: go.GearLoader(copies / "kept", 4, **options))
     assert error.code == "DATASET_DAMAGED" and file.name in str(error)
+
+
+def test_a_decoder_that_is_killed_ends_the_loader(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, start = list[Worker](), Worker.start
+
+    def note(worker: Worker, *job: Any) -> None:
+        started.append(worker)
+        start(worker, *job)
+
+    monkeypatch.setattr(Worker, "start", note)
+    options: Any = {"observations": [TOP], "device": "cpu", "context_length": 2}
+    with go.GearLoader(folders / "kept", 4, host_budget=4 << 20, **options) as loader:
+        next(loader)
+        for worker in started:
+            os.kill(worker.pid, signal.SIGKILL)
+        error = refusal(lambda: [next(loader) for _ in range(1000)])
+        assert error.code == "WORKER_LOST" and "SIGKILL" in str(error) and started
+    assert not any(psutil.pid_exists(worker.pid) for worker in started)
 
 
 def test_short_videos_are_refused_when_they_are_converted(copies: Path) -> None:

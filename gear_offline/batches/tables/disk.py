@@ -94,8 +94,12 @@ def share_out(
     batch: int,
     budget_bytes: int,
     kept_bytes: int = 0,
+    processes: int = 1,
 ) -> DiskSizes:
-    """Share a budget out: slots get the rest after everything else, `kept_bytes` of others too."""
+    """Share a budget out: slots get the rest after everything else, `kept_bytes` of others too.
+
+    So many `processes` of this node share the cores that decode videos.
+    """
     rows, steps = options.margin, dataset.spec.steps
     row_bytes, fields = [plan.row_bytes for plan in plans], [plan.only[1] for plan in plans]
     window = [rows * field.width * field.dtype.itemsize for field in fields]
@@ -120,7 +124,7 @@ def share_out(
     output_bytes = max(batch * window_bytes, budget_bytes // OUTPUT_SHARE)
     room, most_threads, most_taken, fetched = budget_bytes // BUFFER_SHARE, THREADS, MOST_TAKEN, 0
     if any(kept):
-        most_threads = usable_cores()
+        most_threads = max(usable_cores() // processes, 1)
     if ranged := _ranged(dataset):
         most_threads, most_taken = REQUESTS, FEW_TAKEN * batch
         fetched = max(largest_block(each.manifest) for each in ranged)
@@ -165,7 +169,8 @@ class DiskGather:
     """Fills windows of a `stream` from shards, through a bounded memory that is filled ahead.
 
     The batches are the same bits as from a table in memory.  `sizes` says how the budget is shared
-    out, `table` is over the slots.  `kept_bytes` of the budget are taken by somebody else.
+    out, `table` is over the slots.  `kept_bytes` of the budget are taken by somebody else, the
+    cores are shared by `processes` of this node.
     """
 
     def __init__(
@@ -178,10 +183,12 @@ class DiskGather:
         padding: Padding,
         pin: bool,
         kept_bytes: int = 0,
+        processes: int = 1,
     ) -> None:
         plans, batch = plan_groups(dataset, options, apart=True), stream.rank_batch
-        budget: Any = {"budget_bytes": host_budget, "kept_bytes": kept_bytes}
-        self.sizes = sizes = share_out(dataset, plans, options, batch=batch, **budget)
+        shares: Any = {"budget_bytes": host_budget, "kept_bytes": kept_bytes}
+        shares |= {"batch": batch, "processes": processes}
+        self.sizes = sizes = share_out(dataset, plans, options, **shares)
         index = span_index(dataset, options)
         if not index.is_side_by_side:
             problem = "rows that stay on disk lie as stored, and histories not side by side"
