@@ -49,6 +49,7 @@ from gear_offline.errors import InputError
 from gear_offline.runs.page import write_page
 
 MOST_NAMED = 4  # targets in a title
+NEAR = 0.1  # of the largest asked return: what counts as followed
 CURVE = "plots/learning_curve.png"
 
 
@@ -309,10 +310,24 @@ def draw_asked(
             level, color=colour, linewidth=1.5, label=plots.label(f"{label}: {short(level)}")
         )
     draw_diagonal(axes, targets)
-    finding = f"Asked for {_numbers(targets)}, it achieves {_numbers(means)}"
+    finding = _verdict(targets, means)
     shown_as = "mean and 95 % interval" if bars else "mean"
-    plots.titles(figure, finding, f"{name}: {shown_as} of {of}")
+    rule = f"; achieved: within {100 * NEAR:.0f} % of the largest" if len(targets) > 1 else ""
+    plots.titles(figure, finding, f"{name}: {shown_as} of {of}{rule}")
     return plots.draw(figure)
+
+
+def _verdict(targets: Float64Array, means: Float64Array) -> str:
+    """Say which asked returns are achieved, up to `NEAR` of the largest."""
+    near = np.abs(means - targets) <= NEAR * np.abs(targets).max()
+    if len(targets) == 1 or not near.any():
+        return f"Asked for {_numbers(targets)}, it achieves {_numbers(means)}"
+    if near.all():
+        return f"What is asked for, {_numbers(targets)}, is achieved"
+    if len(targets) > 2 * MOST_NAMED:
+        return f"{near.sum()} of {len(targets)} asked returns are achieved"
+    which = [" and ".join(map(short, targets[each])) for each in (near, ~near)]
+    return f"Asked for {which[0]} it achieves them, for {which[1]} not"
 
 
 def draw_diagonal(axes: Axes, targets: npt.ArrayLike) -> None:
