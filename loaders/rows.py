@@ -30,6 +30,7 @@ from gear_offline.batches.tables.shared import (
 from gear_offline.batches.tables.table import (
     Table,
     build_table,
+    no_rows,
     plan_groups,
     span_index,
     table_bytes,
@@ -490,7 +491,14 @@ class RowOpener:
             key = table_key(self.data, options.table)
             if (shared_table := PLACED.get((key, *how))) is not None:
                 return shared_table  # type: ignore[no-any-return]
-        table, weights = build(), self.stream.selection.episode_weight
+        weights, read = self.stream.selection.episode_weight, None
+        is_alone = world.size == 1 and ring is None and self._index.is_side_by_side
+        if is_alone and not is_known(self.data, options.table):
+            plan = partial(build_table, self.data, options.table, allocate=no_rows)
+            table = plan(fill=False)
+            read = lambda lend: build() if lend is None else plan(lend=lend)  # noqa: E731
+        else:
+            table = build()
         if weights is not None and len(weights) != self.data.episodes.episodes:
             weights = None  # the sampler draws from the first episodes only
         spread = None
@@ -507,6 +515,7 @@ class RowOpener:
             landing=ring is not None,
             before=PLACED.get((table.grown_from, *how)),
             spread=spread if maps else None,
+            read=read,
         )
         if key:
             PLACED[key, *how] = placed

@@ -73,7 +73,10 @@ class FakeMemory(DeviceMemory):
     def allocate(self, nbytes: int) -> tuple[int, Any]:
         return self._runtime.malloc(nbytes), None
 
-    def upload(self, address: int, rows: Array) -> None:
+    def copy_stream(self) -> Any:
+        return None
+
+    def upload(self, address: int, rows: Array, stream: Any) -> None:
         ctypes.memmove(address, rows.ctypes.data, rows.nbytes)
 
     def wait(self) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,17 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def loaders(dataset: Any, tier: str = "auto", **options: Any) -> tuple[GearLoader, GearLoader]:
-    """Return the loader under test, whose rows are in that tier, and one on the CPU."""
+    """Return the loader under test, whose rows are in that tier, and one on the CPU.
+
+    In tier hbm it comes first and reads the rows itself; else it places those of the CPU's table.
+    """
     options = {"batch_size": 33, "context_length": 8, "seed": 2**63 + 5, **options}
+    make: Any = partial(GearLoader, dataset, device="cuda", engine="on", **options)
+    straight = make(placement=tier) if tier == "hbm" else None
     cpu = GearLoader(dataset, device="cpu", **options)
     half = cpu.rows.memory.row_bytes * dataset.episodes.steps // 2
     where: dict[str, Any] = {"hbm_budget": half} if tier == "both" else {"placement": tier}
-    return GearLoader(dataset, device="cuda", engine="on", **where, **options), cpu
+    return straight or make(**where), cpu
 
 
 def check(gpu: GearLoader, cpu: GearLoader, *, blocks: int, captured: int = 0) -> None:

@@ -79,18 +79,27 @@ class DeviceMemory:
             except self._runtime.CUDARuntimeError as error:
                 raise _not_shared(error) from error
 
-    def upload(self, address: int, rows: Array) -> None:
+    def copy_stream(self) -> torch.cuda.Stream:
+        """Return a stream for `upload`, behind all that torch's stream of this thread has to do.
+
+        Memory from torch's pool may still be in use there, and other threads have streams of their
+        own.  Copies do not wait for what that stream gets to do meanwhile.
+        """
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        return stream
+
+    def upload(self, address: int, rows: Array, stream: torch.cuda.Stream) -> None:
         """Copy the bytes of C-contiguous `rows` to device memory, and wait for them.
 
-        On torch's stream: memory from its pool may still be in use there, and a copy on CUDA's
-        default stream may end after the call, beside kernels on other streams.
+        On a `copy_stream`, which threads may share: a copy on CUDA's default stream may end after
+        the call, beside kernels on other streams.
         """
         with self._current():
-            stream = torch.cuda.current_stream(self.device).cuda_stream
             self._runtime.memcpyAsync(
-                address, rows.ctypes.data, rows.nbytes, HOST_TO_DEVICE, stream
+                address, rows.ctypes.data, rows.nbytes, HOST_TO_DEVICE, stream.cuda_stream
             )
-            self._runtime.streamSynchronize(stream)
+            self._runtime.streamSynchronize(stream.cuda_stream)
 
     def pin(self, rows: Array) -> Pinned:
         """Page-lock and map C-contiguous memory; share memory that is mapped already."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -23,14 +24,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gear_offline.batches.tables.device import DeviceMemory, too_large
-from gear_offline.batches.tables.table import Table
+from gear_offline.batches.tables.device import DeviceMemory, Pinned, too_large
+from gear_offline.batches.tables.table import CHUNK_BYTES, Lend, Table, private_rows
 from gear_offline.core.text import size_text
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
 from gear_offline.errors import GearError, InputError, together
 from gear_offline.kernels.columns import GroupAddresses
 
 Placement = Literal["auto", "hbm", "peer", "host"]
+Read = Callable[[Lend | None], Table]  # reads rows into what is lent; without it, into a table
 HOST = -1  # the owner of an episode that is read from pinned host memory
 
 HBM_SHARE = 0.6  # of the free GPU memory: model, optimiser and activations need the rest
@@ -103,6 +105,7 @@ def place_table(
     landing: bool = False,
     before: PlacedTable | None = None,
     spread: Spread | None = None,
+    read: Read | None = None,
 ) -> PlacedTable:
     """Bring a table's rows into memory that a GPU can read.
 
@@ -114,6 +117,10 @@ def place_table(
     options; what other GPUs have mapped stays in this one's memory until the process ends.  With
     `landing` the landing rows are pinned, too.  The first episodes of a table that has grown stay
     where they were `before`, if all of them and the new ones have room in the memory of one GPU.
+
+    A table without rows is `read` when it is known where they go.  If all go to this GPU and no
+    other one maps them, they are read piece by piece into its memory, and the host never has them.
+    Else they are read into host memory and placed from there.
     """
     ranks = Ranks() if ranks is None else ranks
     if placement == "peer" and min(ranks.nodes.count(node) for node in ranks.nodes) == 1:
@@ -159,6 +166,9 @@ def place_table(
             no_peers = f"rank {is_whole.index(False)} has not all its rows in GPU memory"
     is_mapped = no_peers is None
     collective = collective or is_mapped
+    is_shared = len(gpus) > 1 or is_mapped
+    if read is not None and (is_shared or before is not None or (owners == HOST).any()):
+        table, read = read(None), None
 
     # Copy this GPU's share, without the rows it has from `before`, and pin the host's.
     is_new = np.arange(len(owners)) >= (0 if before is None else len(before.owners))
@@ -170,8 +180,7 @@ def place_table(
     def bring() -> tuple[int, str]:
         if placement == "peer" and (owners == HOST).any():
             raise too_large(total_bytes, budget * len(gpus), f"free on {len(gpus)} GPUs")
-        is_shared = len(gpus) > 1 or is_mapped
-        return _upload(table, shares[position], memory, allocations, shared=is_shared)
+        return _upload(table, shares[position], memory, allocations, read, shared=is_shared)
 
     brought = together(ranks.gather, bring) if collective else [bring()]
     base, _ = brought[ranks.rank if collective else 0]
@@ -325,21 +334,69 @@ class _Share:
 
 
 def _upload(
-    table: Table, share: _Share, memory: DeviceMemory, allocations: list[Any], *, shared: bool
+    table: Table,
+    share: _Share,
+    memory: DeviceMemory,
+    allocations: list[Any],
+    read: Read | None,
+    *,
+    shared: bool,
 ) -> tuple[int, str]:
-    """Copy a share to new GPU memory; return its address, and a handle if it is `shared`."""
+    """Bring a share to new GPU memory; return its address, and a handle if it is `shared`."""
     base, handle, nbytes = 0, "", share.begins[-1]
     if shared:
         base, handle = memory.allocate_shared(max(nbytes, ALIGNMENT_BYTES))
     elif nbytes:
         base, buffer = memory.allocate(nbytes)
         allocations.append(buffer)
-    for group, begin in zip(table.groups, share.begins, strict=False):
-        at = base + begin
+    begins, stream = [base + begin for begin in share.begins], memory.copy_stream()
+    if read is not None:
+        read(_Scratch(table, begins, memory, stream, target=[*allocations]).lend)
+        return base, handle
+    for group, at in zip(table.groups, begins, strict=False):
         for rows in _runs(table, group.rows, share.held):
-            memory.upload(at, rows)
+            memory.upload(at, rows, stream)
             at += rows.nbytes
     return base, handle
+
+
+@dataclass(frozen=True, eq=False)
+class _Scratch:
+    """Page-locked memory in which threads fill pieces of rows, which are then copied to a GPU.
+
+    A thread has one piece at a time, of about `CHUNK_BYTES`.  It waits for its copy, which takes a
+    few per cent of the time of filling; the others fill theirs meanwhile.  So nobody writes to a
+    piece that is being copied, and once the threads have ended no copy is under way, after an error
+    or Ctrl-C too.  Where memory cannot be page-locked the copies are slower.
+    """
+
+    table: Table
+    begins: Sequence[int]  # address of each group's rows
+    memory: DeviceMemory
+    stream: Any  # of the copies
+    target: Any  # kept for as long as a thread has a piece
+    idle: list[Pinned] = field(default_factory=list)
+
+    @contextmanager
+    def lend(self, number: int, step: int, count: int) -> Iterator[Array]:
+        """Lend the rows of some steps, as `Lend`."""
+        group = self.table.groups[number]
+        scratch = self._take(nbytes := count * group.row_bytes)
+        rows = scratch.array[:nbytes].view(group.dtype).reshape(count, group.width)
+        rows[:] = 0
+        yield rows
+        self.memory.upload(self.begins[number] + step * group.row_bytes, rows, self.stream)
+        self.idle.append(scratch)
+
+    def _take(self, nbytes: int) -> Pinned:
+        with suppress(IndexError):  # other threads have all
+            if (scratch := self.idle.pop()).array.nbytes >= nbytes:
+                return scratch
+        array = private_rows((max(nbytes, CHUNK_BYTES),), np.dtype(np.uint8))
+        try:
+            return self.memory.pin(array)
+        except GearError:
+            return Pinned(array, 0)
 
 
 def _pin(

@@ -11,7 +11,8 @@ Before the first and after the last step lie `margin` rows of zeros, so that a w
 steps may begin or end outside the table.  Behind them segments of other nodes land (`remote`).
 
 The rows are in host memory, of one process (`private_rows`), a node or a learner whose data grow
-(`shared`).  `placement` copies them to GPUs or pins them, and `disk` has none but its windows.
+(`shared`).  `placement` copies them to GPUs or pins them, or reads them to a GPU in pieces that it
+lends (`Lend`), and `disk` has none but its windows.
 
 Shape legend: N steps, E episodes, n steps of a chunk, W elements of a row, M margin.
 """
@@ -21,8 +22,9 @@ from __future__ import annotations
 import mmap
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from math import prod
 from typing import Any, Self
 
@@ -67,6 +69,9 @@ SWITCH_SECONDS = 2e-4  # for the interpreter's lock: 16 threads loaded 1.6 times
 MAX_THREADS = 8  # more are slower: the kernel makes pages for one mapping no faster
 
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Array]
+# Lends, for a group's number, a step and n, (n, W) zeros for the rows from that step on.  They are
+# filled when the block ends.
+Lend = Callable[[int, int, int], AbstractContextManager[Array]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +254,11 @@ def private_rows(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return spare[begin : begin + nbytes].view(dtype).reshape(shape)
 
 
+def no_rows(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return no rows, of the width and dtype of those that lie elsewhere."""
+    return np.empty((0, *shape[1:]), dtype)
+
+
 def build_table(
     source: TableData,
     options: TableOptions,
@@ -256,6 +266,7 @@ def build_table(
     plans: Sequence[GroupPlan] | None = None,
     shards: Sequence[int] | None = None,
     allocate: Allocate = private_rows,
+    lend: Lend | None = None,
     fill: bool = True,
     filled_shards: int = 0,
     landing_rows: int = 0,
@@ -271,7 +282,8 @@ def build_table(
     The table has the groups `plans`, by default all, of the `shards`, ascending numbers, by default
     all.  `allocate` gives zeroed, C-contiguous memory of a shape and dtype for each group, in their
     order.  Where another process has filled it, `fill` is false; where a smaller table lies in it,
-    its shards are the first `filled_shards`.
+    its shards are the first `filled_shards`.  With `lend`, called by all threads, each piece of the
+    rows is filled in what that lends, and not in the table; histories must lie side by side.
     """
     plans, margin = plan_groups(source, options) if plans is None else plans, options.margin
     jobs = list(_jobs(source, shards))
@@ -289,11 +301,27 @@ def build_table(
     )
     table = Table(episodes=index.side_by_side, order=index.order, groups=groups, margin=margin)
     if fill:
-        pairs = list(zip(plans, groups, strict=True))
+        assert lend is None or index.is_side_by_side, "rows are lent in the order of the source"
         threads = max(1, threads or min(MAX_THREADS, usable_cores()))
-        moved = None if index.is_side_by_side else index
-        _fill(jobs[filled_shards:], pairs, options, threads, moved)
+        _fill(jobs[filled_shards:], plans, options, threads, lend or _lend_rows(table, index))
     return table
+
+
+def _lend_rows(table: Table, index: EpisodeIndex) -> Lend:
+    """Lend the table's rows; where other episodes come between those of a history, copies."""
+    moves = None if index.is_side_by_side else index.rows - index.offsets[:-1]
+
+    @contextmanager
+    def lend(group: int, step: int, count: int) -> Iterator[Array]:
+        rows = table.groups[group].rows[table.margin :]
+        if moves is None:
+            yield rows[step : step + count]
+            return
+        yield (copy := np.zeros((count, rows.shape[1]), rows.dtype))
+        steps = np.arange(step, step + count)
+        rows[steps + moves[index.offsets.searchsorted(steps, side="right") - 1]] = copy
+
+    return lend
 
 
 def span_index(source: TableData, options: TableOptions) -> EpisodeIndex:
@@ -349,61 +377,37 @@ def _jobs(source: TableData, shards: Sequence[int] | None) -> Iterator[_ShardRea
 
 def _fill(
     jobs: Sequence[_ShardRead],
-    groups: list[tuple[GroupPlan, ColumnGroup]],
+    plans: Sequence[GroupPlan],
     options: TableOptions,
     threads: int,
-    moved: EpisodeIndex | None,
+    lend: Lend,
 ) -> None:
-    """Read all shards, by threads of which each writes to rows or groups of its own.
-
-    `moved`: the episodes, where their rows lie in another order.
-    """
+    """Read all shards, by threads of which each writes to rows or groups of its own."""
     how: Any = {name: getattr(options, name) for name in ("normalize_states", "observations")}
     fields = {
         task.name: standard_fields(task.dataset, **how)
         for task in {job.part.name: job.part for job in jobs}.values()
     }
 
-    def fill(job: _ShardRead, groups: Sequence[tuple[GroupPlan, ColumnGroup]]) -> None:
-        first = options.margin + job.first_step
-        for plan, group in groups if len(job.lengths) else ():  # a view may have none of a shard
-            places: Any = slice(first, first + int(job.lengths.sum()))
-            rows = group.rows[places]
-            if moved is not None:
-                rows = np.zeros_like(rows)
-                places = options.margin + _find_rows(job, moved)
-            if name := next(iter(FOLLOWING & plan.fields.keys()), None):
-                column = options.observations[0]
-                states = fields[job.part.name][column]
-                following = following_rows(job.part.dataset, job.shard, name, states, column)
-                rows[:, : following.shape[1]] = following
-            elif plan.final:
-                _fill_final(job, plan, rows, fields[job.part.name], options)
-            else:
-                _copy_column(job, plan, rows)
-            if moved is not None:
-                group.rows[places] = rows
+    def fill(job: _ShardRead, groups: Sequence[int]) -> None:
+        for group in groups if len(job.lengths) else ():  # a view may have none of a shard
+            is_single = not (plans[group].final and FOLLOWING.isdisjoint(plans[group].fields))
+            read = _copy_column if is_single else _fill_final
+            read(job, plans[group], partial(lend, group), fields[job.part.name], options)
 
     # Where there are few shards, each group is work of its own.
     apart = threads > 1 and len(jobs) <= 2 * threads
+    groups = range(len(plans))
     shares = [[group] for group in groups] if apart else [groups]
     with _quick_switches(), RequestPool(threads, "gear-load") as pool:
         for future in [pool.submit(fill, job, share) for job in jobs for share in shares]:
             future.result()
 
 
-def _find_rows(job: _ShardRead, index: EpisodeIndex) -> Int64Array:
-    """Return the row of each step of a shard, where histories lie side by side."""
-    low = int(index.offsets.searchsorted(job.first_step))
-    moved = (index.rows - index.offsets[:-1])[low : low + len(job.lengths)]
-    steps = np.arange(job.first_step, job.first_step + int(job.lengths.sum()))
-    return np.asarray(steps + moved.repeat(job.lengths))
-
-
 def _fill_final(
     job: _ShardRead,
     plan: GroupPlan,
-    rows: Array,
+    lend: Callable[[int, int], AbstractContextManager[Array]],
     fields: Mapping[str, Field],
     options: TableOptions,
 ) -> None:
@@ -419,29 +423,47 @@ def _fill_final(
     chunk = max(CHUNK_BYTES // (plan.row_bytes + sum(step_bytes.values())), 1)
     streams = [dataset.stream(job.shard, c, chunk_bytes=chunk * step_bytes[c]) for c in columns]
     # a view's chunks are shorter by the steps that it has not
-    for chunks in zip(*streams, strict=True) if streams else iter([((base, rows),)]):
-        begin = chunks[0][0] - base
-        target = rows[begin : begin + len(chunks[0][1])]
-        for column, (step, values) in zip(columns, chunks, strict=bool(streams)):
-            assert step == base + begin, "columns are read side by side"
-            single = fields[column]
-            if single.mean is not None or single.dtype != np.float32:
-                final = final_values(values.reshape(len(values), *single.shape), single)
-            else:
-                final = to_float32(values, column, step)
-            _lay(target, plan.fields[column].offset, final)
-        for name, summed in ahead.items():
-            _lay(target, plan.fields[name].offset, summed[begin : begin + len(target)])
+    for chunks in zip(*streams or [_chunks(ahead[None], base, chunk)], strict=True):
+        begin, count = chunks[0][0] - base, len(chunks[0][1])
+        with lend(job.first_step + begin, count) as rows:
+            for column, (step, values) in zip(columns, chunks, strict=bool(streams)):
+                assert step == base + begin, "columns are read side by side"
+                single = fields[column]
+                if single.mean is not None or single.dtype != np.float32:
+                    final = final_values(values.reshape(count, *single.shape), single)
+                else:
+                    final = to_float32(values, column, step)
+                _lay(rows, plan.fields[column].offset, final)
+            for name, summed in ahead.items():
+                _lay(rows, plan.fields[name].offset, summed[begin : begin + count])
 
 
-def _copy_column(job: _ShardRead, plan: GroupPlan, rows: Array) -> None:
-    """Read the column of a group of one, as it is stored."""
-    dataset, (column, _) = job.part.dataset, plan.only
+def _copy_column(
+    job: _ShardRead,
+    plan: GroupPlan,
+    lend: Callable[[int, int], AbstractContextManager[Array]],
+    fields: Mapping[str, Field],
+    options: TableOptions,
+) -> None:
+    """Read the column of a group of one, as it is stored, or what follows the steps."""
+    dataset, (column, _), states = job.part.dataset, plan.only, options.observations[0]
     assert column is not None, "returns-to-go are no column"
     base = int(dataset.first_steps[job.shard])
-    for step, values in dataset.stream(job.shard, column, chunk_bytes=CHUNK_BYTES):
+    if column in FOLLOWING:
+        following = following_rows(dataset, job.shard, column, fields[states], states)
+        chunks = _chunks(following, base, max(CHUNK_BYTES // plan.row_bytes, 1))
+    else:
+        chunks = dataset.stream(job.shard, column, chunk_bytes=CHUNK_BYTES)
+    for step, values in chunks:
         flat = values.reshape(len(values), -1)  # narrower than the rows of some tasks
-        rows[step - base : step - base + len(flat), : flat.shape[1]] = flat
+        with lend(job.first_step + step - base, len(flat)) as rows:
+            rows[:, : flat.shape[1]] = flat
+
+
+def _chunks(values: Array, base: int, count: int) -> Iterator[tuple[int, Array]]:
+    """Yield values of the steps from `base` on as `Dataset.stream` does, `count` at a time."""
+    for begin in range(0, len(values), count):
+        yield base + begin, values[begin : begin + count]
 
 
 def shard_returns(task: Part, shard: int, options: TableOptions) -> tuple[Array, Array]:
