@@ -21,6 +21,7 @@ from gear_offline.batches.tables.joint import Part, join_datasets
 from gear_offline.core.workers import Worker
 from gear_offline.data.dataset.inspect import print_inspection
 from gear_offline.errors import GearError
+from tests.forks import run_forked
 from tests.support import one_error
 
 av = pytest.importorskip("av", reason="needs pip install 'gear-offline[lerobot]'")
@@ -304,6 +305,33 @@ def test_a_decoder_that_is_killed_ends_the_loader(
         error = refusal(lambda: [next(loader) for _ in range(1000)])
         assert error.code == "WORKER_LOST" and "SIGKILL" in str(error) and started
     assert not any(psutil.pid_exists(worker.pid) for worker in started)
+
+
+FORKED = """
+import os, sys
+import gear_offline as go
+from gear_offline.errors import GearError
+options = dict(observations=[sys.argv[2]], device='cpu', context_length=2, host_budget=4 << 20)
+kept, decoded = (f'{sys.argv[1]}/{name}' for name in ('kept', 'decoded'))
+loader, decoded = (go.GearLoader(path, 4, **options) for path in (kept, decoded))
+if child := os.fork():
+    print(all((next(loader).states == next(decoded).states).all() for _ in range(50)))
+    os.waitpid(child, 0)
+else:
+    try:
+        [next(loader) for _ in range(50)]
+    except GearError as error:
+        print(error.code, bool((loader.batch_at(1).states == decoded.batch_at(1).states).all()))
+"""
+
+
+def test_a_fork_takes_no_memory_that_its_parent_decodes_into(folders: Path, tmp_path: Path) -> None:
+    (script := tmp_path / "forked.py").write_text(FORKED)
+    done = run_forked(script, folders, TOP)
+    assert (done.returncode, sorted(done.stdout.split("\n"))) == (
+        0,
+        ["", "LOADER_STATE True", "True"],
+    )
 
 
 def test_short_videos_are_refused_when_they_are_converted(copies: Path) -> None:

@@ -195,7 +195,8 @@ class ReadAhead:
             threading.Thread(target=self._work, name=f"gear-disk-{number}", daemon=True)
             for number in range(threads)
         ]
-        self._process: int | None = None  # in which they run, from their start on
+        # In which they run, from their start on; a fork would share shared memory before that too.
+        self._process = None if shared is None else os.getpid()
 
     def take(self, first_step: int, steps: int) -> tuple[Int64Array, Int64Array]:
         """Wait for the windows of these steps; return their slots and first steps, (steps * B,).
@@ -243,11 +244,10 @@ class ReadAhead:
             self._raise()
         elif ahead:
             problem = "this process was forked from the one whose threads read ahead for the loader"
-            remedy = "make the loader here, or fork before its first batch is asked for"
-            raise GearError("LOADER_STATE", problem, remedy=remedy)
+            raise GearError("LOADER_STATE", problem, remedy="make the loader here")
 
     def _is_copy(self) -> bool:
-        """True if a fork left the threads behind, of which one may have held the lock."""
+        """True if a fork left the threads and their memory behind; one may have held the lock."""
         return self._process not in (None, os.getpid())
 
     def _raise(self) -> None:
