@@ -77,8 +77,10 @@ class ForkedWorker:
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
-    def wait(self) -> int:
-        self._process.join()
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise TimeoutExpired("worker", timeout or 0)
         return int(self._process.exitcode)
 
 
@@ -123,7 +125,7 @@ def _run_on(namespace: str, words: Sequence[str], variables: Mapping[str, str], 
 
 def fork_workers(patch: pytest.MonkeyPatch) -> None:
     """Begin worker processes as forks."""
-    stand_in = SimpleNamespace(Popen=ForkedWorker, DEVNULL=None)
+    stand_in = SimpleNamespace(Popen=ForkedWorker, DEVNULL=None, TimeoutExpired=TimeoutExpired)
     patch.setattr("gear_offline.core.workers.subprocess", stand_in)
 
 

@@ -1,8 +1,10 @@
 """Worker processes: jobs, messages, errors, ends."""
 
 import os
+import resource
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,7 +44,8 @@ def test_an_error_keeps_its_class_and_the_worker_goes_on(worker: Worker) -> None
 
 
 def test_a_dead_worker_says_how_it_died() -> None:
-    for how, text in {"exit": "exit code 3: last words", "kill": "killed by SIGKILL"}.items():
+    ends = {"exit": "exit code 3: last words", "leave": "exit code 1: last words"}
+    for how, text in {**ends, "kill": "killed by SIGKILL"}.items():
         with Worker() as worker:
             worker.start(f"{JOBS}:fail", how)
             with one_error("WORKER_LOST", text):
@@ -50,6 +53,25 @@ def test_a_dead_worker_says_how_it_died() -> None:
             assert not worker.busy
             with pytest.raises(GearError, match=text):
                 worker.start(f"{JOBS}:add")
+
+
+def test_a_worker_that_cannot_start_says_what_to_do(monkeypatch: Patch) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    try:
+        for more in range(5):  # a pipe, what is printed, and what `subprocess` opens
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + more, hard))
+            with one_error("WORKER_LOST", "Too many open files; allow more open files: ulimit -n"):
+                Worker()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert os.dup(0) == lowest, "it leaves nothing open"
+            os.close(lowest)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    monkeypatch.setattr(tempfile, "tempdir", "/none")
+    with one_error("WORKER_LOST", "No such file or directory; .*TMPDIR=FOLDER"):
+        Worker()
 
 
 def test_a_worker_imports_nothing_of_the_folder_it_stands_in(
@@ -68,7 +90,7 @@ def test_a_worker_imports_nothing_of_the_folder_it_stands_in(
         with one_error("INTERNAL", "No module named 'mine'"):
             worker.receive()
     assert probe("facts['path'] = __import__('random').__file__").works
-    monkeypatch.setattr(sys, "path", [*sys.path, ""])
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path, ""])  # `import` passes a Path by
     with Worker() as worker:
         worker.start("mine:job")
         assert worker.receive() == 7

@@ -35,6 +35,8 @@ def fail(caller: Caller, how: str) -> Any:
     if how == "exit":
         print("last words", file=sys.stderr)
         os._exit(3)
+    if how == "leave":
+        sys.exit("last words")
     return os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -11,6 +11,7 @@ A `Pool` does many jobs: in such processes, or as tasks of Ray, which no other m
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import pickle
 import signal
@@ -30,13 +31,18 @@ from pathlib import Path
 from typing import Any
 
 from gear_offline import __version__
-from gear_offline.core.files import Closing
+from gear_offline.core.files import REMEDIES, Closing
 from gear_offline.core.parts import admit_digests, get_admitted
 from gear_offline.core.text import first_line
 from gear_offline.errors import GearError, UnavailableError, package_needed
 
 LOST = "WORKER_LOST"
 RETRIES = 3  # of a task of Ray whose node or process is lost
+_REMEDIES = REMEDIES | {  # where a process cannot be started
+    errno.EAGAIN: "allow more processes: ulimit -u $(ulimit -Hu)",
+    errno.ENOENT: "name a folder for temporary files: TMPDIR=FOLDER",
+}
+END_SECONDS = 2.0  # at most, from a worker's last message to its end
 _PR_SET_PDEATHSIG = 1
 
 
@@ -68,35 +74,39 @@ class Worker(Closing):
     """A process that does jobs; a context manager.
 
     `threads` are those of torch and the numerical libraries in it; None leaves that to them.
+    `remedy` is said where memory may have run out.
     """
 
-    def __init__(self, *, threads: int | None = 1) -> None:
-        # Its modules are found where ours are, and nowhere else: -P leaves the folder out that we
-        # stand in.
-        variables = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
-        if threads is not None:
-            variables["OMP_NUM_THREADS"] = str(threads)
-        # readable, for `multiprocessing.connection.wait`, when `receive` does not have to wait
-        self.connection, child_end = Pipe()
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
-        arguments = [str(child_end.fileno()), str(os.getpid())]
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "gear_offline.core.workers", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=self._output,
-                env={**os.environ, **variables},
-                pass_fds=[child_end.fileno()],
-                start_new_session=True,
-            )
-        except OSError as error:
-            self.connection.close()
-            self._output.close()
-            problem = f"a worker process cannot be started: {error.strerror or error}"
-            raise GearError(LOST, problem, remedy="use fewer workers") from error
-        finally:
-            child_end.close()
+    def __init__(self, *, threads: int | None = 1, remedy: str = "use fewer workers") -> None:
+        self._remedy = f"memory may have run out: {remedy}"
+        with ExitStack() as undo:
+            try:
+                # Its modules are found where ours are, and nowhere else: -P leaves the folder out
+                # that we stand in.  What is no text, `import` passes by.
+                folders = [each or os.getcwd() for each in sys.path if isinstance(each, str)]
+                variables = {"PYTHONPATH": os.pathsep.join(folders)}
+                if threads is not None:
+                    variables["OMP_NUM_THREADS"] = str(threads)
+                # readable, for `multiprocessing.connection.wait`, when `receive` need not wait
+                self.connection, child_end = Pipe()
+                undo.enter_context(self.connection)
+                with child_end:
+                    self._output = undo.enter_context(tempfile.TemporaryFile())
+                    arguments = [str(child_end.fileno()), str(os.getpid())]
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-P", "-m", "gear_offline.core.workers", *arguments],
+                        stdin=subprocess.DEVNULL,
+                        stdout=self._output,
+                        stderr=self._output,
+                        env={**os.environ, **variables},
+                        pass_fds=[child_end.fileno()],
+                        start_new_session=True,
+                    )
+            except OSError as error:
+                problem = f"a worker process cannot be started: {error.strerror or error}"
+                remedy = _REMEDIES.get(error.errno or 0, self._remedy)
+                raise GearError(LOST, problem, remedy=remedy) from error
+            undo.pop_all()
         self.pid = self._process.pid
         self.busy = False  # whether a job was started and its result has not been received
 
@@ -142,11 +152,13 @@ class Worker(Closing):
 
     def _lost(self) -> GearError:
         self.busy = False
-        self._process.kill()  # it may have closed its end and live on
+        with suppress(subprocess.TimeoutExpired):  # it says why, then ends; or may live on
+            self._process.wait(END_SECONDS)
+        self._process.kill()
         code = self._process.wait()
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").strip().splitlines()
-        how, remedy = f"exit code {code}", "memory may have run out: use fewer workers"
+        how, remedy = f"exit code {code}", self._remedy
         if code < 0:
             how = f"killed by {signal.Signals(-code).name}"
         elif lines:

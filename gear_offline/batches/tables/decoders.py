@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from gear_offline.batches.tables.shared import Handle, SharedMemory
 from gear_offline.core.files import Closing
 from gear_offline.core.types import Array, Int64Array
-from gear_offline.core.workers import LOST, Caller, Worker
+from gear_offline.core.workers import Caller, Worker
 from gear_offline.data.dataset.pictures import OpenVideos
 from gear_offline.data.dataset.videos import KeptFrames
-from gear_offline.errors import GearError
 
 
 class Decoder(Closing):
@@ -57,18 +56,12 @@ class DecoderProcess(Decoder):
     """Decodes in a process of its own, while the thread that calls it waits."""
 
     def __init__(self, frames: SharedFrames) -> None:
-        self._worker = Worker()
+        self._worker = Worker(remedy="give a smaller host_budget; each core has a process")
         self._worker.start(f"{__name__}:serve", frames)
 
     def decode(self, column: int, references: Int64Array, rows: Int64Array) -> None:
-        try:
-            self._worker.send((column, references, rows))
-            self._worker.receive()
-        except GearError as error:
-            if error.code != LOST:
-                raise
-            remedy = "memory may have run out: give a smaller host_budget, each core has a process"
-            raise GearError(LOST, f"decoding: {error.problem}", remedy=remedy) from error
+        self._worker.send((column, references, rows))
+        self._worker.receive()
 
     def close(self) -> None:
         self._worker.close()
