@@ -17,7 +17,9 @@ import pytest
 
 import gear_offline as go
 from benchmarks.video import FPS, moving_frames, write_lerobot, write_video
+from gear_offline.analysis.planning.workload import make_workload
 from gear_offline.batches.tables.joint import Part, join_datasets
+from gear_offline.config.recipe import load_recipe
 from gear_offline.core.workers import Worker
 from gear_offline.data.dataset.inspect import print_inspection
 from gear_offline.errors import GearError
@@ -359,6 +361,13 @@ def test_options_that_do_not_go_with_kept_frames(
     more: Any = {"observations": [TOP, LEFT], "device": "cpu", **options}
     error = refusal(lambda: go.GearLoader(folders / "kept", 4, context_length=2, **more))
     assert error.code in ("LOADER_OPTION", "SELECTION") and words in str(error)
+
+
+def test_no_plan_counts_frames_that_are_decoded(folders: Path) -> None:
+    recipe = {"data.path": str(folders / "kept"), "loader.observations": [TOP]}
+    planned = partial(make_workload, load_recipe("smoke", recipe))
+    assert f"frames of {TOP} stay in videos" in str(refusal(planned))
+    make_workload(load_recipe("smoke", recipe | {"loader.observations": ["observation.state"]}))
 
 
 def test_vectors_of_kept_data_are_used_as_always(folders: Path) -> None:

@@ -17,7 +17,7 @@ from typing import cast
 import numpy as np
 
 from gear_offline.batches.tables.fields import ACTIONS
-from gear_offline.batches.tables.joint import TableData
+from gear_offline.batches.tables.joint import TableData, is_kept
 from gear_offline.batches.tables.table import TableOptions, plan_groups
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.types import Float64Array
@@ -87,6 +87,11 @@ def make_workload(
                 raise
             remedy = f"{error.remedy}; or describe the data: --data 1TB --columns {EXAMPLE}"
             raise InputError(error.code, error.problem, error.where, remedy) from error
+        columns_read = (*loader.observations, *loader.extra_columns)
+        if kept := [name for name in columns_read if is_kept(source, name)]:
+            problem = f"frames of {', '.join(kept)} stay in videos: no plan knows what they take"
+            remedy = "plan for a conversion without --video keep"
+            raise InputError("LOADER_OPTION", problem, recipe.data.path or "", remedy)
         text = f"dataset {recipe.data.path}"
         if tasks := recipe.data.tasks:
             text = f"datasets of {len(tasks)} tasks: {', '.join(tasks)}"
