@@ -11,8 +11,10 @@ of a batch, S slots.
 from __future__ import annotations
 
 import os
+import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -223,29 +225,28 @@ class DiskGather:
             slots=sizes.slots,
             handout=sizes.handout,
         )
-        self._rank_batch, self._span = stream.rank_batch, options.context_length
+        self._span = options.context_length
         ahead = partial(ReadAhead, self._windows, plan, self._slots.targets, self._slots.shared)
         self._ahead = ahead(threads=sizes.threads)
+        self._gather = partial(_gather_steps, self._ahead, self._slots, index, stream.rank_batch)
+        self._next: tuple[tuple[int, int], Future[Windows]] | None = None  # of steps that follow
         # Also when the interpreter ends: then the threads are waited for.
         self._close = weakref.finalize(self, self._ahead.stop)
 
     def draw_and_gather(self, first_step: int, steps: int) -> Windows:
         """Gather the stream's segments of `steps` steps from `first_step` on, (steps, B).
 
-        The next call is best for as many steps that follow; any other order costs the windows that
-        were read ahead.
+        The next call is best for as many steps that follow, which a thread gathers meanwhile; any
+        other order costs the windows that were read ahead.
         """
-        slots, low = self._ahead.take(first_step, steps)
-        shape, index = (steps, self._rank_batch), self.table.episodes
-        episodes = index.offsets.searchsorted(low, side="right") - 1
-        # As they were drawn when the plan was made; no gather asks for the probability.
-        segments = Segments(
-            episodes=episodes.reshape(shape),
-            starts=(low - index.offsets[episodes]).reshape(shape),
-            probability=np.broadcast_to(np.float64(0), shape),
-        )
-        windows = self._slots.gather(segments, slots)
-        self._ahead.move(first_step + steps)
+        self._ahead.check(ahead=True)
+        key, coming = (first_step, steps), self._next
+        if coming is not None and coming[0] != key:
+            wait([coming[1]])
+            coming = None
+        windows = self._gather(*key) if coming is None else coming[1].result()
+        key = (first_step + steps, steps)
+        self._next = key, _begin(partial(self._gather, *key))
         return windows
 
     def gather(self, segments: Segments) -> Windows:
@@ -264,6 +265,37 @@ class DiskGather:
     def close(self) -> None:
         """End the reading threads; can be repeated."""
         self._close()
+
+
+def _begin(work: Callable[[], Windows]) -> Future[Windows]:
+    """Begin work in a thread, which the end of the interpreter does not wait for."""
+    future = Future[Windows]()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="gear-gather", daemon=True).start()
+    return future
+
+
+def _gather_steps(
+    ahead: ReadAhead, slots: _Slots, index: EpisodeIndex, batch: int, first_step: int, steps: int
+) -> Windows:
+    """Gather the windows of steps, (steps, B), when they are there, and let their slots go."""
+    places, low = ahead.take(first_step, steps)
+    episodes = index.offsets.searchsorted(low, side="right") - 1
+    # As they were drawn when the plan was made; no gather asks for the probability.
+    segments = Segments(
+        episodes=episodes.reshape(steps, batch),
+        starts=(low - index.offsets[episodes]).reshape(steps, batch),
+        probability=np.broadcast_to(np.float64(0), (steps, batch)),
+    )
+    windows = slots.gather(segments, places)
+    ahead.move(first_step + steps)
+    return windows
 
 
 class _Slots:
