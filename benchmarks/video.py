@@ -42,7 +42,7 @@ from gear_offline.loaders.loader import GearLoader
 CAMERAS = [f"observation.images.{name}" for name in ("top", "left", "right")]
 SIDE, FPS, BATCH = 224, 30, 64
 STEPS, QUICK_STEPS, EPISODE_STEPS = 6000, 160, 100
-PEER_SECONDS, TRAINED_SECONDS = 10.0, 10.0
+PEER_SECONDS, TRAINED_SECONDS = 10.0, 6.0
 PATCH, WIDTHS = 16, {"small": (384, 6), "base": (768, 12)}  # width and heads of 12 layers
 # as LeRobot writes them; and with long groups of pictures, as cameras and editors do
 CODECS = {"av1, groups of 2": ("libsvtav1", 2), "h264, groups of 250": ("libx264", 250)}

@@ -9,6 +9,7 @@ Shape legend: N frames.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from gear_offline.core.types import Array, Int64Array
 from gear_offline.core.workers import Caller, Worker
 from gear_offline.data.dataset.pictures import OpenVideos
 from gear_offline.data.dataset.videos import KeptFrames
+
+NICE = 5  # decoding ahead leaves the cores to the program that takes batches
 
 
 class Decoder(Closing):
@@ -69,6 +72,7 @@ class DecoderProcess(Decoder):
 
 def serve(caller: Caller, frames: SharedFrames) -> None:
     """Decode what the caller asks for, until it is gone."""
+    os.nice(NICE)
     with Decoder(frames.columns, frames.attach()) as decoder:
         while True:
             decoder.decode(*caller.receive())
