@@ -1,6 +1,7 @@
 """Frames that stay in videos (`convert --video keep`), against PyAV and the decoded conversion."""
 
 import os
+import resource
 import shutil
 import signal
 import zipfile
@@ -334,6 +335,17 @@ def test_a_fork_takes_no_memory_that_its_parent_decodes_into(folders: Path, tmp_
         0,
         ["", "LOADER_STATE True", "True"],
     )
+
+
+def test_shared_memory_that_the_system_refuses_is_told(folders: Path) -> None:
+    options: Any = {"observations": [TOP], "device": "cpu", "context_length": 2}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        error = refusal(lambda: go.GearLoader(folders / "kept", 4, host_budget=8 << 20, **options))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert error.code == "MEMORY" and "ulimit -f" in str(error)
 
 
 def test_short_videos_are_refused_when_they_are_converted(copies: Path) -> None:

@@ -17,7 +17,8 @@ import json
 import mmap
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any, Self
@@ -62,11 +63,10 @@ class SharedMemory:
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         """Take over an open `descriptor`; use `create` or `attach`."""
-        self.nbytes = nbytes
-        self._descriptor = descriptor
+        self.nbytes, self._descriptor, self._used = nbytes, descriptor, 0
         weakref.finalize(self, os.close, descriptor)
-        self._bytes = np.frombuffer(mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED), np.uint8)
-        self._used = 0
+        with _memory_errors(nbytes):
+            self._bytes = np.frombuffer(mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED), np.uint8)
 
     @classmethod
     def create(cls, nbytes: int) -> Self:
@@ -81,7 +81,8 @@ class SharedMemory:
             raise UnavailableError("SYSTEM", problem, remedy=remedy) from error
         try:
             os.fchmod(descriptor, 0o600)
-            os.ftruncate(descriptor, nbytes)
+            with _memory_errors(nbytes):
+                os.ftruncate(descriptor, nbytes)
             # Nobody can make it shorter: reading it never ends in SIGBUS.
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
@@ -256,6 +257,16 @@ def fits_in_memory(source: TableData, loader: Mapping[str, Any], options: TableO
     if loader.get("placement") == "disk" or loader.get("host_budget") is not None:
         return False
     return table_bytes(source, options) + RESERVE_BYTES <= available_bytes()
+
+
+@contextmanager
+def _memory_errors(nbytes: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        problem = f"no {size_text(nbytes)} of shared memory: {error.strerror}"
+        remedy = "allow more (ulimit -v, ulimit -f), or ask for less: loader.host_budget"
+        raise GearError("MEMORY", problem, remedy=remedy) from error
 
 
 def _not_attached(handle: Handle, why: str) -> GearError:
