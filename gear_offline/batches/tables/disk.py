@@ -219,11 +219,15 @@ class DiskGather:
         self._memory = partial(_Slots, plans, index, options, padding)
         self._slots = self._memory(sizes.slots, pin=pin, shared=self._windows.videos)
         self.table = Table(episodes=index, groups=self._slots.groups, margin=options.margin)
+        decoding: Any = {}
+        if self._windows.videos:
+            decoding = {"decoders": sizes.threads, "changes": self._windows.changes}
         plan = ReadPlan(
             _draw(index, stream, options),
             batch=stream.rank_batch,
             slots=sizes.slots,
             handout=sizes.handout,
+            **decoding,
         )
         self._span = options.context_length
         ahead = partial(ReadAhead, self._windows, plan, self._slots.targets, self._slots.shared)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from gear_offline.errors import GearError
 
 REFERENCE_BYTES = 128  # of the plan, for each slot, at most
 JOBS = 64  # of a block: each takes slots and reads, while others do
+DECODE_JOBS = 2  # of a block, for each thread that decodes: larger ones share groups of pictures
 GROWTH = 4  # of blocks after a start
 STOP_SECONDS = 5.0  # at most for threads that read: a server may not answer for minutes
 
@@ -42,11 +44,13 @@ class DrawnWindows:
         self.low, self.real, self.before = low, real.astype(np.int32), before.astype(np.int32)
         self.order = np.argsort(low, kind="stable")  # on the disk
         self.slots, self.ready = np.full(self.size, -1), np.zeros(self.size, bool)
+        self.edges = [0, self.size]  # of jobs, in `order`
         self.begun = self.used = 0  # so many were given to jobs, of `order`; were used
         self.is_backward = False  # whether jobs take `order` from its end
 
 
 Draw = Callable[[int, int], DrawnWindows]  # of a first step and a number of steps
+Changes = Callable[[Int64Array], Int64Array]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,11 +69,28 @@ class ReadPlan:
     beside everything else.  A window has its first step in the table, its number of steps, and the
     number of the episode's steps in front of it for stacks.  `slots` windows can be kept (S); up to
     `handout` are asked for at a time.
+
+    Where windows take long, being decoded by so many `decoders`, a block fills half of the memory:
+    it is there when the one before it is used up.  Its jobs are few, and end where groups of
+    pictures do, for which `changes` gives the places in (n,) rising first steps.
     """
 
-    def __init__(self, draw: Draw, *, batch: int, slots: int, handout: int) -> None:
+    def __init__(
+        self,
+        draw: Draw,
+        *,
+        batch: int,
+        slots: int,
+        handout: int,
+        decoders: int = 0,
+        changes: Changes | None = None,
+    ) -> None:
         assert slots >= handout + batch and handout >= batch, "the caller sizes these"
-        self.draw, self._batch, self._slots, self._handout = draw, batch, slots, handout
+        self.draw, self._batch, self._handout, self._changes = draw, batch, handout, changes
+        self._most = slots - handout  # of a block, so a take may go on in the next block
+        if decoders:
+            self._most = max(self._most // 2, batch)
+        self._jobs = DECODE_JOBS * decoders or JOBS
         self._free, self._free_count = np.arange(slots)[::-1].copy(), slots
         self._blocks: deque[DrawnWindows] = deque()
         self._base = self._end = 0  # the next reference that will be used; the end of those known
@@ -96,13 +117,14 @@ class ReadPlan:
         if self._drawing or sum(block.begun < block.size for block in self._blocks) > 1:
             return None
         self._drawing = True
-        most = min(self._size, self._slots - self._handout)  # so a take may go on in the next block
+        most = min(self._size, self._most)
         return self._end // self._batch, max(most // self._batch, 1)
 
     def extend(self, block: DrawnWindows) -> None:
         """Add a block that `next_block` asked for, unless the plan has moved elsewhere since."""
         if block.first == self._end:
             self._blocks.append(block)
+            block.edges = self._edges(block)
             block.is_backward, self._is_backward = self._is_backward, not self._is_backward
             self._end, self._size, self._drawing = block.last, GROWTH * self._size, False
 
@@ -110,9 +132,12 @@ class ReadPlan:
         """Return the next job to read, or None if nothing should or can be read."""
         for block in self._blocks:
             while block.begun < block.size:
-                begin, end = block.begun, min(block.begun + max(block.size // JOBS, 1), block.size)
+                edges = block.edges
                 if block.is_backward:
-                    begin, end = block.size - end, block.size - begin
+                    at = bisect_left(edges, block.size - block.begun)
+                else:
+                    at = bisect_right(edges, block.begun)
+                begin, end = edges[at - 1 : at + 1]
                 entries = block.order[begin:end]
                 entries = entries[entries >= block.used]
                 if len(entries) > self._free_count:
@@ -121,6 +146,18 @@ class ReadPlan:
                 if len(entries):
                     return self._job(block, entries)
         return None
+
+    def _edges(self, block: DrawnWindows) -> list[int]:
+        """Part a block into jobs."""
+        most, edges = max(block.size // self._jobs, 1), [0]
+        changes = np.zeros(0, np.int64)
+        if self._changes is not None:
+            changes = self._changes(block.low[block.order])
+        while (begin := edges[-1]) < block.size:
+            end = min(begin + most, block.size)
+            at = int(changes.searchsorted(end, side="right")) - 1
+            edges.append(int(changes[at]) if at >= 0 and changes[at] > begin else end)
+        return edges
 
     def _job(self, block: DrawnWindows, entries: Int64Array) -> Job:
         """Give windows their slots."""

@@ -171,6 +171,11 @@ class WindowReader:
         """The columns of frames that stay in videos, by their numbers."""
         return {column.number: column.frames for column in self._kept}
 
+    def changes(self, low: Int64Array) -> Int64Array:
+        """Return where (n,) rising first steps go on in another group of pictures."""
+        groups = self._kept[0].references[low, :2]
+        return np.flatnonzero((groups[1:] != groups[:-1]).any(1)) + 1
+
     def tools(self, targets: Sequence[Array], shared: SharedFrames | None = None) -> Tools:
         """Return what one thread needs for `read` into `targets`.
 
