@@ -8,6 +8,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -350,6 +351,28 @@ def test_ctrl_c_while_waiting_for_the_disk(dataset: Dataset, monkeypatch: Patch)
     assert same(next(loader), GearLoader(dataset, **OPTIONS).batch_at(0)), "it goes on"
     loader.close()
     timer.join()
+
+
+def test_an_interruption_while_a_thread_starts_costs_nothing(
+    dataset: Dataset, monkeypatch: Patch
+) -> None:
+    start, expected = threading.Thread.start, take(GearLoader(dataset, **OPTIONS), 9)
+    for number in range(6):
+        started = count()
+
+        def interrupted(thread: threading.Thread) -> None:
+            start(thread)
+            if next(started) == number:  # noqa: B023
+                raise KeyboardInterrupt
+
+        with on_disk(dataset, **OPTIONS) as loader, monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", interrupted)
+            for batch in expected:
+                try:
+                    ours = next(loader)
+                except KeyboardInterrupt:
+                    ours = next(loader)
+                assert same(ours, batch)
 
 
 FORKED = """

@@ -232,7 +232,9 @@ class DiskGather:
         self._span = options.context_length
         ahead = partial(ReadAhead, self._windows, plan, self._slots.targets, self._slots.shared)
         self._ahead = ahead(threads=sizes.threads)
-        self._gather = partial(_gather_steps, self._ahead, self._slots, index, stream.rank_batch)
+        # An interruption may leave the thread of a call that is made again.
+        how = (threading.Lock(), self._ahead, self._slots, index, stream.rank_batch)
+        self._gather = partial(_gather_steps, *how)
         self._next: tuple[tuple[int, int], Future[Windows]] | None = None  # of steps that follow
         # Also when the interpreter ends: then the threads are waited for.
         self._close = weakref.finalize(self, self._ahead.stop)
@@ -286,20 +288,27 @@ def _begin(work: Callable[[], Windows]) -> Future[Windows]:
 
 
 def _gather_steps(
-    ahead: ReadAhead, slots: _Slots, index: EpisodeIndex, batch: int, first_step: int, steps: int
+    turn: threading.Lock,
+    ahead: ReadAhead,
+    slots: _Slots,
+    index: EpisodeIndex,
+    batch: int,
+    first_step: int,
+    steps: int,
 ) -> Windows:
     """Gather the windows of steps, (steps, B), when they are there, and let their slots go."""
-    places, low = ahead.take(first_step, steps)
-    episodes = index.offsets.searchsorted(low, side="right") - 1
-    # As they were drawn when the plan was made; no gather asks for the probability.
-    segments = Segments(
-        episodes=episodes.reshape(steps, batch),
-        starts=(low - index.offsets[episodes]).reshape(steps, batch),
-        probability=np.broadcast_to(np.float64(0), (steps, batch)),
-    )
-    windows = slots.gather(segments, places)
-    ahead.move(first_step + steps)
-    return windows
+    with turn:
+        places, low = ahead.take(first_step, steps)
+        episodes = index.offsets.searchsorted(low, side="right") - 1
+        # As they were drawn when the plan was made; no gather asks for the probability.
+        segments = Segments(
+            episodes=episodes.reshape(steps, batch),
+            starts=(low - index.offsets[episodes]).reshape(steps, batch),
+            probability=np.broadcast_to(np.float64(0), (steps, batch)),
+        )
+        windows = slots.gather(segments, places)
+        ahead.move(first_step + steps)
+        return windows
 
 
 class _Slots:
