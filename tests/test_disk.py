@@ -356,7 +356,7 @@ def test_ctrl_c_while_waiting_for_the_disk(dataset: Dataset, monkeypatch: Patch)
 def test_an_interruption_while_a_thread_starts_costs_nothing(
     dataset: Dataset, monkeypatch: Patch
 ) -> None:
-    start, expected = threading.Thread.start, take(GearLoader(dataset, **OPTIONS), 9)
+    start, expected = threading.Thread.start, take(GearLoader(dataset, **OPTIONS), 30)
     for number in range(6):
         started = count()
 
