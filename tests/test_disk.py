@@ -7,6 +7,7 @@ import re
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 from gear_offline.batches.tables import disk, window_reader
 from gear_offline.data.dataset.dataset import Dataset, open_dataset
 from gear_offline.errors import GearError, InputError
+from gear_offline.kernels.gather import CpuGather
 from gear_offline.loaders import rows as rows_module
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.rows import DiskRows, MemoryRows
@@ -373,6 +375,23 @@ def test_an_interruption_while_a_thread_starts_costs_nothing(
                 except KeyboardInterrupt:
                     ours = next(loader)
                 assert same(ours, batch)
+
+
+def test_close_waits_for_batches_that_are_gathered_ahead(
+    dataset: Dataset, monkeypatch: Patch
+) -> None:
+    gather = CpuGather.gather
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.1)
+        return gather(*arguments)
+
+    monkeypatch.setattr(CpuGather, "gather", slow)
+    loader = on_disk(dataset, **OPTIONS)
+    next(loader)
+    time.sleep(0.05)  # the next ones are there, and their gather sleeps
+    loader.close()
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("gear-")]
 
 
 FORKED = """

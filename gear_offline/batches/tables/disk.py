@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -252,7 +252,7 @@ class DiskGather:
             coming = None
         windows = self._gather(*key) if coming is None else coming[1].result()
         key = (first_step + steps, steps)
-        self._next = key, _begin(partial(self._gather, *key))
+        self._next = key, self._ahead.begin(partial(self._gather, *key))
         return windows
 
     def gather(self, segments: Segments) -> Windows:
@@ -271,20 +271,6 @@ class DiskGather:
     def close(self) -> None:
         """End the reading threads; can be repeated."""
         self._close()
-
-
-def _begin(work: Callable[[], Windows]) -> Future[Windows]:
-    """Begin work in a thread, which the end of the interpreter does not wait for."""
-    future = Future[Windows]()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="gear-gather", daemon=True).start()
-    return future
 
 
 def _gather_steps(

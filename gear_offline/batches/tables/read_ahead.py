@@ -19,8 +19,9 @@ import time
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -34,6 +35,7 @@ JOBS = 64  # of a block: each takes slots and reads, while others do
 DECODE_JOBS = 2  # of a block, for each thread that decodes: larger ones share groups of pictures
 GROWTH = 4  # of blocks after a start
 STOP_SECONDS = 5.0  # at most for threads that read: a server may not answer for minutes
+T = TypeVar("T")
 
 
 class DrawnWindows:
@@ -232,6 +234,7 @@ class ReadAhead:
             threading.Thread(target=self._work, name=f"gear-disk-{number}", daemon=True)
             for number in range(threads)
         ]
+        self._takers = list[threading.Thread]()
         # In which they run, from their start on; a fork would share shared memory before that too.
         self._process = None if shared is None else os.getpid()
 
@@ -259,6 +262,21 @@ class ReadAhead:
             self._plan.move(step)
             self._changed.notify()
 
+    def begin(self, work: Callable[[], T]) -> Future[T]:
+        """Begin work that takes what is read, in a thread that `stop` waits for too."""
+        future = Future[T]()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        thread = threading.Thread(target=run, name="gear-gather", daemon=True)
+        self._takers = [*filter(threading.Thread.is_alive, self._takers), thread]
+        thread.start()
+        return future
+
     def stop(self) -> None:
         """End the threads and wait for them, but no server's answer; can be repeated."""
         if self._is_copy():
@@ -268,7 +286,7 @@ class ReadAhead:
             self._changed.notify_all()
             self._arrived.notify_all()
         end = time.monotonic() + STOP_SECONDS
-        for thread in self._threads:
+        for thread in (*self._threads, *self._takers):
             if thread.is_alive():
                 thread.join(max(end - time.monotonic(), 0.0))
 
