@@ -321,6 +321,20 @@ def test_accelerate_is_not_given_the_first_ranks_share_alone(dataset: Dataset) -
     state._remove_dataloader(dispatcher)
 
 
+@pytest.mark.parametrize("placement", ["host", "disk"])
+def test_threads_write_batches_in_inference_mode(placement: str, tmp_path: Path) -> None:
+    dataset, before = make_dataset(tmp_path, [200, 200], state_dim=4096), torch.get_num_threads()
+    options: Any = {"context_length": 8, "device": "cpu", "placement": placement}
+    torch.set_num_threads(2)
+    try:
+        with torch.inference_mode(), GearLoader(dataset, 64, **options) as loader:
+            batches = take(loader, 3)
+    finally:
+        torch.set_num_threads(before)
+    for batch in batches:  # that serve a step behind it too
+        batch.states.requires_grad_().sum().backward()
+
+
 @pytest.mark.parametrize("options", [{}, {"placement": "disk"}, {"extra_columns": ["timeouts"]}])
 @pytest.mark.parametrize("width", [3, 300])  # wide columns stay float64 in memory
 @pytest.mark.parametrize("column", ["observations", "actions", "rewards"])

@@ -15,13 +15,16 @@ _threaded = set[int]()  # this process and those it was forked from, if several 
 
 @contextmanager
 def torch_defaults() -> Iterator[None]:
-    """Let new tensors be float32 and on the CPU where nothing else is said, only inside."""
+    """Let new tensors be float32 and on the CPU where nothing else is said, only inside.
+
+    They may be written in every thread: those of ``torch.inference_mode()`` only where that is on.
+    """
     if torch.get_num_threads() > 1:
         _threaded.add(os.getpid())
     dtype, on_cpu = torch.get_default_dtype(), torch.get_default_device().type == "cpu"
     torch.set_default_dtype(torch.float32)
     try:
-        with nullcontext() if on_cpu else torch.device("cpu"):
+        with nullcontext() if on_cpu else torch.device("cpu"), torch.inference_mode(False):
             yield
     finally:
         torch.set_default_dtype(dtype)
@@ -39,7 +42,7 @@ def torch_threads(count: int | None) -> Iterator[None]:
         raise InputError("USAGE", f"{problem}would wait for ever", remedy=remedy)
     torch.set_num_threads(count or before)
     try:
-        with torch_defaults(), torch.inference_mode(False), torch.enable_grad():
+        with torch_defaults(), torch.enable_grad():
             yield
     finally:
         torch.set_num_threads(before)
