@@ -42,6 +42,7 @@ class Figure:
     peers: Mapping[str, str]  # their names: {:.1f} x NumPy
     quick: bool = False  # its quick form has all that is needed
     gpu: bool = True  # it is of one, else of the CPU
+    most: float = MOVED  # that a ratio may differ by
 
     def cells(self, document: Document) -> str:
         """Return the row of a Markdown table."""
@@ -124,6 +125,7 @@ FIGURES = [
             numpy={"name": "NumPy gather", "batch_size": 1024},
         ),
         *("{:,.0f}", {"numpy": "{:.0f} x vectorised NumPy on its 16 cores"}),
+        most=0.3,  # NumPy made 804 and 1,181 batches/s on two machines within a day
     ),
     Figure(
         "gathering 4 KiB windows from an H200's memory",
@@ -169,7 +171,7 @@ def run_figures(names: Sequence[str], *, check: bool) -> int:
         if check:
             shares = figure.moved(document).values()
             line += f" {', '.join(f'{share:+.0%}' for share in shares)} |"
-            status = max(status, *(abs(share) > MOVED for share in shares))
+            status = max(status, *(abs(share) > figure.most for share in shares))
         lines.append(line)
     print("\n".join(lines))
     return status
