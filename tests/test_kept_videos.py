@@ -116,6 +116,17 @@ def test_batches_are_those_of_decoded_shards(folders: Path, options: dict[str, A
             assert (ours.actions == theirs.actions).all()
 
 
+def test_threads_decode_where_no_memory_is_shared(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    monkeypatch.setattr(Worker, "start", refuse)
+    test_batches_are_those_of_decoded_shards(folders, {"frame_stack": 3})
+
+
 def means(frames: Any, size: tuple[int, int]) -> Any:
     """Return frames of another size: the mean of the pixels whose middles lie under a new one."""
     weights = []

@@ -10,11 +10,11 @@ of a batch, S slots.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -56,7 +56,7 @@ from gear_offline.data.dataset.dataset import Dataset
 from gear_offline.data.dataset.ranges import largest_block
 from gear_offline.data.dataset.schema import EpisodeIndex
 from gear_offline.data.dataset.videos import KeptFrames
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.columns import ColumnGroup
 from gear_offline.kernels.draws import GUIDE_BITS, Segments
 from gear_offline.kernels.gather import CpuGather, Padding, Windows, real_steps
@@ -318,11 +318,12 @@ class _Slots:
         count = (slots + 2) * self._rows  # with two margins in front
         check_available(sum(count * plan.row_bytes for plan in plans))
         self.shared: SharedFrames | None = None
-        if shared and hasattr(os, "memfd_create"):
+        if shared:
             nbytes = sum(whole_pages(count * plans[number].row_bytes) for number in shared)
-            self._frames, columns = SharedMemory.create(nbytes), tuple(shared.values())
-            handle, margin = self._frames.handle(), 2 * self._rows
-            self.shared = SharedFrames(columns=columns, memory=handle, rows=count, margin=margin)
+            with suppress(UnavailableError):  # the system has none: threads decode
+                self._frames, columns = SharedMemory.create(nbytes), tuple(shared.values())
+                where: Any = {"memory": self._frames.handle(), "margin": 2 * self._rows}
+                self.shared = SharedFrames(columns=columns, rows=count, **where)
         groups, self.targets = [], list[Array]()
         for number, plan in enumerate(plans):
             # NumPy asks for large pages: windows come from and go to places far apart.
