@@ -49,7 +49,7 @@ from gear_offline.errors import InputError
 from gear_offline.runs.page import write_page
 
 MOST_NAMED = 4  # targets in a title
-NEAR = 0.1  # of the largest asked return: what counts as followed
+NEAR = 0.1  # of the largest asked return: so far from it one counts as achieved
 CURVE = "plots/learning_curve.png"
 
 

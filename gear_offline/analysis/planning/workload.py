@@ -89,7 +89,7 @@ def make_workload(
             raise InputError(error.code, error.problem, error.where, remedy) from error
         columns_read = (*loader.observations, *loader.extra_columns)
         if kept := [name for name in columns_read if is_kept(source, name)]:
-            problem = f"frames of {', '.join(kept)} stay in videos: no plan knows what they take"
+            problem = f"frames of {', '.join(kept)} stay in videos, whose cost is not foretold"
             remedy = "plan for a conversion without --video keep"
             raise InputError("LOADER_OPTION", problem, recipe.data.path or "", remedy)
         text = f"dataset {recipe.data.path}"

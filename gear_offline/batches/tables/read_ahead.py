@@ -52,7 +52,7 @@ class DrawnWindows:
 
 
 Draw = Callable[[int, int], DrawnWindows]  # of a first step and a number of steps
-Changes = Callable[[Int64Array], Int64Array]
+Changes = Callable[[Int64Array], Int64Array]  # of rising first steps: places of new groups
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
