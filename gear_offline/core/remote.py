@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from http.client import HTTPResponse
@@ -38,6 +38,7 @@ LEAST_RATE = 64 << 10  # bytes a second of a range, after `TIMEOUT_SECONDS`
 PATIENCE_SECONDS = 120.0  # with a package that tries again by itself
 CACHE_VARIABLE = "GEAR_OFFLINE_CACHE"
 TOLD_AFTER_SECONDS = 10.0
+TURN_SECONDS = 0.2  # of waiting for what may come late
 VERSION_FACTS = "etag|hash|md5|sha|blob_id|generation|creat|modif|mtime|updated"  # of fsspec's info
 
 
@@ -59,6 +60,16 @@ class RequestPool(ThreadPoolExecutor):
     def __exit__(self, error: object, *others: object) -> None:
         self.has_failed = error is not None
         self.shutdown(cancel_futures=self.has_failed)
+
+
+def result_of(future: Future[T]) -> T:
+    """Return the result of work that may take minutes, such as a server's answer.
+
+    In turns: a Ctrl-C that comes just before a wait is seen only behind it.
+    """
+    while not future.done():
+        wait([future], TURN_SECONDS)
+    return future.result()
 
 
 class Version(NamedTuple):

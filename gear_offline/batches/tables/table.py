@@ -53,7 +53,7 @@ from gear_offline.batches.tables.joint import (
 )
 from gear_offline.batches.tables.returns import sum_returns, whole_episodes
 from gear_offline.config.sections import Condition, Span
-from gear_offline.core.remote import RequestPool
+from gear_offline.core.remote import RequestPool, result_of
 from gear_offline.core.system import usable_cores
 from gear_offline.core.types import Array, BoolArray, Int64Array
 from gear_offline.data.dataset.dataset import Dataset
@@ -401,7 +401,7 @@ def _fill(
     shares = [[group] for group in groups] if apart else [groups]
     with _quick_switches(), RequestPool(threads, "gear-load") as pool:
         for future in [pool.submit(fill, job, share) for job in jobs for share in shares]:
-            future.result()
+            result_of(future)
 
 
 def _fill_final(
