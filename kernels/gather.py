@@ -94,7 +94,7 @@ class CpuGather:
     (any number where the rows are elsewhere).  Windows end with episodes, or `reach` (E,) steps
     behind an episode's first, where its history does.  `padding` is the side of the zeros, which
     with `repeat`, on the right, are the last real row instead; with `pin` outputs are page-locked,
-    for asynchronous copies.
+    for asynchronous copies.  Up to so many `threads` copy together.
     """
 
     def __init__(
@@ -108,9 +108,10 @@ class CpuGather:
         pin: bool = False,
         reach: Int64Array | None = None,
         repeat: bool = False,
+        threads: int = MAX_THREADS,
     ) -> None:
         self.groups, self.context_length, self.padding = tuple(groups), context_length, padding
-        self._repeat = repeat
+        self._repeat, self._threads = repeat, threads
         history = max((group.history for group in groups), default=0)
         self.lengths, self._first_rows, self._reach = lengths, first_rows, reach
         self._arena = Arena(pin=pin)
@@ -164,10 +165,10 @@ class CpuGather:
     def _copy(self, group: ColumnGroup, view: Tensor, rows: Int64Array, out: Tensor) -> None:
         """Copy the windows that begin at `rows` into `out`, (n, K + history, W)."""
         if group.is_final:
-            _select(view, torch.from_numpy(rows), out.flatten(1).view(view.dtype))
+            _select(view, torch.from_numpy(rows), out.flatten(1).view(view.dtype), self._threads)
             return
         words = view.new_empty(len(rows), view.shape[1])
-        _select(view, torch.from_numpy(rows), words)
+        _select(view, torch.from_numpy(rows), words, self._threads)
         field, values = group.fields[0], words.view(torch_dtype(group.dtype)).numpy()
         final = final_values(values.reshape(*out.shape[:2], *field.shape), field)
         out.numpy()[...] = final.reshape(out.shape)
@@ -212,7 +213,7 @@ def locate_rows(
     return first, first + ahead + real
 
 
-def _select(view: Tensor, rows: Tensor, out: Tensor) -> None:
+def _select(view: Tensor, rows: Tensor, out: Tensor, threads: int) -> None:
     """Copy rows of (R, D) `view` to (n, D) `out`, in runs that threads take from a common list.
 
     Windows lie anywhere in memory, so that a copy waits for memory rather than for a core: two
@@ -231,7 +232,7 @@ def _select(view: Tensor, rows: Tensor, out: Tensor) -> None:
         for indices, target in runs:
             torch.index_select(view, 0, indices, out=target)
 
-    helpers = min(torch.get_num_threads(), MAX_THREADS, len(rows) // run) - 1
+    helpers = min(torch.get_num_threads(), threads, len(rows) // run) - 1
     if helpers < 1 or out.nbytes < SPLIT_BYTES:
         copy()
         return

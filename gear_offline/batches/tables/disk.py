@@ -10,10 +10,9 @@ of a batch, S slots.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +47,7 @@ from gear_offline.batches.tables.table import (
     whole_pages,
 )
 from gear_offline.batches.tables.window_reader import COPY_BYTES, Places, WindowReader, buffer_bytes
+from gear_offline.core.remote import result_of
 from gear_offline.core.system import check_available, usable_cores
 from gear_offline.core.text import say, size_text
 from gear_offline.core.types import Array, Int64Array
@@ -59,7 +59,7 @@ from gear_offline.data.dataset.videos import KeptFrames
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.columns import ColumnGroup
 from gear_offline.kernels.draws import GUIDE_BITS, Segments
-from gear_offline.kernels.gather import CpuGather, Padding, Windows, real_steps
+from gear_offline.kernels.gather import MAX_THREADS, CpuGather, Padding, Windows, real_steps
 
 CHUNK_BYTES = 8 << 20  # of all columns, at most: windows that begin in a chunk are read together
 THREADS = 4  # that read: a disk is fast with several reads under way, more wait for the interpreter
@@ -96,11 +96,11 @@ def share_out(
     batch: int,
     budget_bytes: int,
     kept_bytes: int = 0,
-    processes: int = 1,
+    decoders: int = 1,
 ) -> DiskSizes:
     """Share a budget out: slots get the rest after everything else, `kept_bytes` of others too.
 
-    So many `processes` of this node share the cores that decode videos.
+    Videos are decoded by up to so many `decoders`.
     """
     rows, steps = options.margin, dataset.spec.steps
     row_bytes, fields = [plan.row_bytes for plan in plans], [plan.only[1] for plan in plans]
@@ -126,7 +126,7 @@ def share_out(
     output_bytes = max(batch * window_bytes, budget_bytes // OUTPUT_SHARE)
     room, most_threads, most_taken, fetched = budget_bytes // BUFFER_SHARE, THREADS, MOST_TAKEN, 0
     if any(kept):
-        most_threads = max(usable_cores() // processes, 1)
+        most_threads = decoders
     if ranged := _ranged(dataset):
         most_threads, most_taken = REQUESTS, FEW_TAKEN * batch
         fetched = max(largest_block(each.manifest) for each in ranged)
@@ -189,7 +189,9 @@ class DiskGather:
     ) -> None:
         plans, batch = plan_groups(dataset, options, apart=True), stream.rank_batch
         shares: Any = {"budget_bytes": host_budget, "kept_bytes": kept_bytes}
-        shares |= {"batch": batch, "processes": processes}
+        # A program that launches a GPU's work in Python keeps a core.
+        decoders = max(usable_cores() // processes - pin, 1)
+        shares |= {"batch": batch, "decoders": decoders}
         self.sizes = sizes = share_out(dataset, plans, options, **shares)
         index = span_index(dataset, options)
         if not index.is_side_by_side:
@@ -232,9 +234,7 @@ class DiskGather:
         self._span = options.context_length
         ahead = partial(ReadAhead, self._windows, plan, self._slots.targets, self._slots.shared)
         self._ahead = ahead(threads=sizes.threads)
-        # An interruption may leave the thread of a call that is made again.
-        how = (threading.Lock(), self._ahead, self._slots, index, stream.rank_batch)
-        self._gather = partial(_gather_steps, *how)
+        self._gather = partial(_gather_steps, self._ahead, self._slots, index, stream.rank_batch)
         self._next: tuple[tuple[int, int], Future[Windows]] | None = None  # of steps that follow
         # Also when the interpreter ends: then the threads are waited for.
         self._close = weakref.finalize(self, self._ahead.stop)
@@ -246,11 +246,15 @@ class DiskGather:
         other order costs the windows that were read ahead.
         """
         self._ahead.check(ahead=True)
-        key, coming = (first_step, steps), self._next
-        if coming is not None and coming[0] != key:
-            wait([coming[1]])
-            coming = None
-        windows = self._gather(*key) if coming is None else coming[1].result()
+        key = (first_step, steps)
+        if self._next is None or self._next[0] != key:
+            self._next = key, self._ahead.begin(partial(self._gather, *key))
+        coming = self._next[1]
+        try:
+            windows = result_of(coming)
+        finally:
+            if coming.done():  # an error does not come twice
+                self._next = None
         key = (first_step + steps, steps)
         self._next = key, self._ahead.begin(partial(self._gather, *key))
         return windows
@@ -274,7 +278,6 @@ class DiskGather:
 
 
 def _gather_steps(
-    turn: threading.Lock,
     ahead: ReadAhead,
     slots: _Slots,
     index: EpisodeIndex,
@@ -283,18 +286,17 @@ def _gather_steps(
     steps: int,
 ) -> Windows:
     """Gather the windows of steps, (steps, B), when they are there, and let their slots go."""
-    with turn:
-        places, low = ahead.take(first_step, steps)
-        episodes = index.offsets.searchsorted(low, side="right") - 1
-        # As they were drawn when the plan was made; no gather asks for the probability.
-        segments = Segments(
-            episodes=episodes.reshape(steps, batch),
-            starts=(low - index.offsets[episodes]).reshape(steps, batch),
-            probability=np.broadcast_to(np.float64(0), (steps, batch)),
-        )
-        windows = slots.gather(segments, places)
-        ahead.move(first_step + steps)
-        return windows
+    places, low = ahead.take(first_step, steps)
+    episodes = index.offsets.searchsorted(low, side="right") - 1
+    # As they were drawn when the plan was made; no gather asks for the probability.
+    segments = Segments(
+        episodes=episodes.reshape(steps, batch),
+        starts=(low - index.offsets[episodes]).reshape(steps, batch),
+        probability=np.broadcast_to(np.float64(0), (steps, batch)),
+    )
+    windows = slots.gather(segments, places)
+    ahead.move(first_step + steps)
+    return windows
 
 
 class _Slots:
@@ -341,6 +343,8 @@ class _Slots:
             padding=padding,
             pin=pin,
             reach=episodes.reach,
+            # Decoders leave no core to others, and frames are copied faster than decoded.
+            threads=1 if shared else MAX_THREADS,
         )
 
     def gather(self, segments: Segments, slots: Int64Array) -> Windows:

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import numpy as np
@@ -234,7 +235,9 @@ class ReadAhead:
             threading.Thread(target=self._work, name=f"gear-disk-{number}", daemon=True)
             for number in range(threads)
         ]
-        self._takers = list[threading.Thread]()
+        # One thread for all takes: to start one takes milliseconds where decoders have all cores.
+        self._takes = SimpleQueue[Callable[[], None] | None]()
+        self._taker = threading.Thread(target=self._serve, name="gear-gather", daemon=True)
         # In which they run, from their start on; a fork would share shared memory before that too.
         self._process = None if shared is None else os.getpid()
 
@@ -263,7 +266,7 @@ class ReadAhead:
             self._changed.notify()
 
     def begin(self, work: Callable[[], T]) -> Future[T]:
-        """Begin work that takes what is read, in a thread that `stop` waits for too."""
+        """Begin work that takes what is read, in a thread of its own, behind what was begun."""
         future = Future[T]()
 
         def run() -> None:
@@ -272,9 +275,11 @@ class ReadAhead:
             except BaseException as error:
                 future.set_exception(error)
 
-        thread = threading.Thread(target=run, name="gear-gather", daemon=True)
-        self._takers = [*filter(threading.Thread.is_alive, self._takers), thread]
-        thread.start()
+        with self._changed:
+            self._raise()
+            if self._taker.ident is None:
+                self._taker.start()
+            self._takes.put(run)
         return future
 
     def stop(self) -> None:
@@ -283,10 +288,11 @@ class ReadAhead:
             return
         with self._changed:
             self._stopped = True
+            self._takes.put(None)
             self._changed.notify_all()
             self._arrived.notify_all()
         end = time.monotonic() + STOP_SECONDS
-        for thread in (*self._threads, *self._takers):
+        for thread in (*self._threads, self._taker):
             if thread.is_alive():
                 thread.join(max(end - time.monotonic(), 0.0))
 
@@ -312,6 +318,11 @@ class ReadAhead:
             )
         if self._error is not None:
             raise self._error
+
+    def _serve(self) -> None:
+        while (run := self._takes.get()) is not None:
+            run()
+            del run  # which refers to what was gathered
 
     def _work(self) -> None:
         try:
