@@ -231,6 +231,21 @@ def test_what_windows_of_one_rank_reach_is_learnt_on_all(tmp_path: Path) -> None
     assert "optimizer/exp_avg/late.weight" in one and one == two
 
 
+def test_parameters_that_one_rank_reaches_learn_what_they_learn_on_one(tmp_path: Path) -> None:
+    data = make_dataset(tmp_path, [20]).path
+    (tmp_path / "seldom.py").write_text(SELDOM)
+    changes = [f"model.kind={tmp_path}/seldom.py:Seldom", "loader.context_length=1", "seed=2"]
+    changes += ["loader.batch_size=6", "train.log_every=1", "model.dropout=0", "train.steps=8"]
+    recipe = ranks_recipe(tmp_path / "ranks.yaml", data, *changes)
+    trained(2, recipe, tmp_path / "run", 8)
+    alone = train_run(load_recipe(recipe), out=tmp_path / "alone", quiet=True)
+    for mine, theirs in zip(measured(tmp_path / "run"), measured(alone), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    sharded = ("train.parallel=fsdp", "--out", str(tmp_path / "sharded"))
+    done = fork_ranks(2, "-m", "gear_offline", "train", recipe, *sharded)
+    assert done.returncode == 2 and "some ranks alone reach late.bias" in done.stderr
+
+
 def test_pieces_learn_what_a_whole_batch_learns(tmp_path: Path) -> None:
     data = make_dataset(tmp_path, [9, 30, 4, 17, 25]).path
     whole, pieces = (

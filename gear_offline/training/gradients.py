@@ -36,7 +36,8 @@ class GradientPass:
     model is compiled, each block of a deep one.  With `feedback` segments are weighted, and the
     selection hears of their losses.  A rank's share is cut into `accumulate` micro-batches.
 
-    With `fixed_buckets` replicas' gradients are grouped by the order of parameters in every step.
+    With `fixed_buckets` replicas' gradients are grouped by the order of parameters in every step,
+    and windows of one rank may give gradients to parameters that those of another do not reach.
     Otherwise the first step of a process groups them so and later ones by the order in which they
     were ready.  With three ranks or more the place in a group decides the order of the sums.
     """

@@ -115,6 +115,7 @@ def make_training_model(
             problem, remedy = str(error.args[0]), "give the recipe the model.* options of that run"
             raise InputError("MODEL", problem, "train.init", remedy) from error
     narrow, trial = has_half_gradients(recipe, half=half), Trial()
+    seldom = frozenset[str]()  # parameters that not every rank's windows reach
     moves = type(model).after_step is not SequenceModel.after_step
     if narrow and (moves or any(buffer.is_floating_point() for buffer in model.buffers())):
         narrow, reason = False, f"{reason}; what is not learnt needs float32 weights"
@@ -132,8 +133,9 @@ def make_training_model(
             parts=parts,
         )
         # what the windows of one rank do not reach those of another may
-        unreached = map(frozenset[str], world.gather(sorted(trial.unreached)))
+        unreached = [*map(frozenset[str], world.gather(sorted(trial.unreached)))]
         trial = replace(trial, unreached=frozenset.intersection(*unreached))
+        seldom = frozenset.union(*unreached) - trial.unreached
         if trial.leaves_traces and recipe.train.deterministic == "ranks":
             problem = "its losses change buffers (as batch norm does) or what is in Python, which "
             problem += "ranks have each of their own"
@@ -149,6 +151,11 @@ def make_training_model(
     parameters = sum(parameter.numel() for parameter in learning)
     parallel = choose_parallel(recipe, parameters, world, device, half=half)
     working = Losses(model)
+    if parallel.sharded and seldom:
+        problem = f"the windows of some ranks alone reach {min(seldom)}, and shards add up "
+        problem += "gradients that all ranks have"
+        remedy = "use train.parallel=ddp, or let the losses of any windows reach every parameter"
+        raise InputError("MODEL", problem, recipe.model.kind, remedy)
     if parallel.sharded:
         shard_model(working, device, world, precision, parallel, half_gradients=narrow)
     else:

@@ -17,6 +17,7 @@ from gear_offline.errors import GearError
 from gear_offline.loaders.feedback import DeviceFeedback, LossFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.base import calling_model
+from gear_offline.models.kinds import MODELS
 from gear_offline.training.cost import is_compiled
 from gear_offline.training.gradients import GradientPass
 from gear_offline.training.graph import RankGradients, capture, warm_up
@@ -74,6 +75,7 @@ class EagerStep(Step):
 
     def _make_gradients(self) -> GradientPass | PieceGradients:
         learner, train = self.learner, self.learner.recipe.train
+        model_kind = learner.recipe.model.kind
         if train.deterministic == "ranks":
             alone = GradientPass(learner.working, World(), precision=learner.precision)
             return PieceGradients(alone, learner.optimizer.working, learner.recipe, learner.world)
@@ -84,7 +86,7 @@ class EagerStep(Step):
             compiled=is_compiled(train) and learner.device.type == "cuda",
             accumulate=train.accumulate,
             precision=learner.precision,
-            fixed_buckets=bool(train.deterministic),
+            fixed_buckets=bool(train.deterministic) or model_kind not in MODELS.own,
         )
 
 
