@@ -291,6 +291,22 @@ def test_a_shard_that_is_touched_is_compared_again(
     assert np.array_equal(made.read("rewards", 0, made.spec.steps), made.column("rewards"))
 
 
+def test_a_relative_path_outlives_a_change_of_the_working_directory(
+    dataset: Dataset, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.chdir(dataset.path.parent)
+    name = dataset.path.name
+    opened = open_dataset(name, verify=False)
+    with GearLoader(opened, placement="disk", **OPTIONS) as loader:
+        late = open_dataset(name, verify=False)
+        monkeypatch.chdir(tmp_path)
+        with GearLoader(dataset, placement="host", **OPTIONS) as memory:
+            assert all(map(same, take(loader, 3), take(memory, 3)))
+        np.testing.assert_array_equal(late.column("rewards"), dataset.column("rewards"))
+        assert late.verify().name == name, "messages have what the user wrote"
+        assert repr(loader).startswith(f"GearLoader({name!r}: ")
+
+
 @pytest.mark.parametrize("column", ["observations", "rewards"])
 def test_damage_is_found_when_the_loader_is_made(tmp_path: Path, column: str) -> None:
     """However the dataset was opened: no byte of a damaged block reaches a batch."""

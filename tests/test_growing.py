@@ -85,8 +85,13 @@ def test_numbers_that_the_dataset_s_dtype_merges_are_refused(path: Path) -> None
         go.Appender(path).append([episode])
 
 
-def test_a_grown_dataset_is_the_one_of_all_its_episodes(path: Path, tmp_path: Path) -> None:
-    appender, before = go.Appender(path), {p.name: p.read_bytes() for p in path.iterdir()}
+def test_a_grown_dataset_is_the_one_of_all_its_episodes(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(path.parent)
+    appender = go.Appender(path.name)
+    monkeypatch.chdir("/")
+    before = {p.name: p.read_bytes() for p in path.iterdir()}
     appender.append(episodes([6, 4], 1))
     appender.append(episodes([11], 2))
     assert len(go.open_dataset(path)) == len(FIRST)  # nobody has admitted them

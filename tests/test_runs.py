@@ -206,6 +206,21 @@ def test_compare_writes_one_picture(
     assert set(tmp_path.iterdir()) == before, "a picture is drawn where it is asked for"
 
 
+def test_a_relative_run_outlives_a_change_of_the_working_directory(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(whole.parent)
+    here, run = go.open_run(whole), go.open_run(whole.name)
+    monkeypatch.chdir("/")
+    assert str(run.path) == whole.name
+    assert (run.steps, len(run.metrics)) == (here.steps, len(here.metrics)) != (0, 0)
+    assert (run.best, run.recipe) == (here.best, here.recipe)
+    document, expected = run.to_json(), here.to_json()
+    assert document == {**expected, "path": whole.name, "age_seconds": document["age_seconds"]}
+    assert run.policy(device="cpu").model.facts == here.policy(device="cpu").model.facts
+    assert os.fspath(run) == str(whole), "wherever a path is taken"
+
+
 def test_a_page_of_runs_holds_all_it_shows(runs: Path, tmp_path: Path) -> None:
     wide = Path(shutil.copytree(runs / "whole", tmp_path / "wide", symlinks=True))
     recipe = load_recipe(wide).replace({"model.hidden_size": 48})

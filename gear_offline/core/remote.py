@@ -96,7 +96,7 @@ def cache_folder(*key: object) -> Path:
     """Return the folder of the cache that belongs to a key."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     cache = os.environ.get(CACHE_VARIABLE) or f"{home}/gear_offline"
-    return Path(cache).expanduser() / hashlib.sha256(repr(key).encode()).hexdigest()[:32]
+    return Path(cache).expanduser().absolute() / hashlib.sha256(repr(key).encode()).hexdigest()[:32]
 
 
 def fetch_file(address: str, code: str) -> Path:

@@ -126,7 +126,7 @@ def _make(data: DataSettings, path: Path, *, quiet: bool) -> None:
 
 def _check_origin(data: DataSettings, dataset: Dataset) -> None:
     """Refuse a dataset that is there already but was made of something else."""
-    origin, path = dataset.manifest.source, dataset.path
+    origin, path = dataset.manifest.source, dataset.name
     if data.source is None and data.collect is None:
         return
     facts = [*origin.attributes.get("edits", ()), *origin.attributes.get("options", ())]
@@ -153,7 +153,7 @@ def _check_origin(data: DataSettings, dataset: Dataset) -> None:
         raise _mismatch("dataset", path, f"{data.source}: {changed[:300]}", sizes)
 
 
-def _check_collected(settings: CollectSettings, recorded: Any, noun: str, path: Path) -> None:
+def _check_collected(settings: CollectSettings, recorded: Any, noun: str, path: Path | str) -> None:
     """Refuse a file or dataset whose recorded attributes are not what would be collected."""
     facts = {"env_id": None, "env_options": "{}"} | (recorded if isinstance(recorded, dict) else {})
     expected: dict[str, Any] = {"env_id": settings.environment, "seed": settings.seed}
@@ -171,7 +171,7 @@ def _check_collected(settings: CollectSettings, recorded: Any, noun: str, path: 
         raise _mismatch(noun, path, *texts)
 
 
-def _mismatch(problem: str, path: Path, expected: str, actual: str) -> InputError:
+def _mismatch(problem: str, path: Path | str, expected: str, actual: str) -> InputError:
     again = f"rm -r {shlex.quote(str(path))}"
     remedy = "take it as it is: data.source=null data.collect=null; or give another data.path, or "
     remedy += f"have it made again after `{again}`"

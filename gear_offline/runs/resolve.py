@@ -283,7 +283,7 @@ def _probe_environment(
     name, facts, full_sizes = explicit or dataset.environment_id, None, sizes
     without = "no evaluation" if plays else "the data alone tell the model's sizes"
     if name is None:
-        names = f"neither the recipe nor {dataset.path} names an environment"
+        names = f"neither the recipe nor {dataset.name} names an environment"
         say(f"{without}: {names}; evaluate.environment=ID would", quiet=quiet or not plays)
         return None, sizes
     try:

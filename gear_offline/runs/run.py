@@ -10,7 +10,7 @@ import html
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,27 +46,31 @@ class Run(os.PathLike[str]):
     """
 
     path: Path
+    _folder: Path = field(init=False, compare=False)  # whatever the working directory becomes
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_folder", self.path.absolute())
 
     def __fspath__(self) -> str:
-        return str(self.path)
+        return str(self._folder)
 
     @property
     def name(self) -> str:
         """Name of the directory."""
-        return self.path.resolve().name
+        return self._folder.resolve().name
 
     @property
     def recipe(self) -> Recipe:
         """Its recipe, with the values that come from the data filled in."""
-        recipe = read_recipe(self.path / "recipe.yaml")
+        recipe = read_recipe(self._folder / "recipe.yaml")
         readmit(recipe.trusted)
         return recipe
 
     @property
     def steps(self) -> int:
         """Steps done, as far as they are logged or saved; `recipe.train.steps` are asked for."""
-        logged = last_record(self.path / "metrics.jsonl") or {"step": 0}
-        saved = [step for step, _ in list_checkpoints(self.path / "checkpoints")[-1:]]
+        logged = last_record(self._folder / "metrics.jsonl") or {"step": 0}
+        saved = [step for step, _ in list_checkpoints(self._folder / "checkpoints")[-1:]]
         return max([int(logged["step"]), *saved])
 
     @property
@@ -76,12 +80,12 @@ class Run(os.PathLike[str]):
         ``step``, ``loss`` and more, a record every ``train.log_every`` steps; see
         docs/reference/run-files.md.
         """
-        return _frame(read_records(self.path / "metrics.jsonl"))
+        return _frame(read_records(self._folder / "metrics.jsonl"))
 
     @property
     def evaluations(self) -> Any:
         """The evaluations while training, as `metrics`: ``step``, ``return``, ``targets``, ..."""
-        return _frame([report.to_json() for report in read_evaluations(self.path)])
+        return _frame([report.to_json() for report in read_evaluations(self._folder)])
 
     @property
     def best(self) -> EvaluationReport | None:
@@ -95,7 +99,7 @@ class Run(os.PathLike[str]):
 
     def _list_played(self) -> list[EvaluationReport]:
         """Return the evaluations that did not fail, in the order of steps."""
-        return [report for report in read_evaluations(self.path) if report.ranking is not None]
+        return [report for report in read_evaluations(self._folder) if report.ranking is not None]
 
     def policy(
         self,
@@ -110,13 +114,13 @@ class Run(os.PathLike[str]):
         from gear_offline.artifacts.trained import load_policy
 
         how: dict[str, Any] = {"checkpoint": checkpoint, "device": device, "memory": memory}
-        return load_policy(self.path, task, context_length=context_length, **how)
+        return load_policy(self._folder, task, context_length=context_length, **how)
 
     def evaluate(self, **options: Any) -> EvaluationReport:
         """Play episodes, score them and keep the result; options of `gear_offline.evaluate`."""
         from gear_offline.runs.evaluate import evaluate
 
-        return evaluate(self.path, **options)
+        return evaluate(self._folder, **options)
 
     def facts(self) -> dict[str, str]:
         """Return short facts of the run by name."""
@@ -132,14 +136,14 @@ class Run(os.PathLike[str]):
 
     def to_json(self) -> dict[str, Any]:
         """Return the document of ``runs show --json``; ``RUN_DAMAGED`` if it cannot be read."""
-        row = _row(self.path, self.path)
+        row = _row(self, self.path.name)
         if row.error is not None:
             raise InputError("RUN_DAMAGED", row.error, where=row.path)
         evaluations = [
             {"step": r.step, "return": r.mean_return, "normalized_score": r.normalized_score}
             for r in self._list_played()
         ]
-        saved = [step for step, _ in list_checkpoints(self.path / "checkpoints")]
+        saved = [step for step, _ in list_checkpoints(self._folder / "checkpoints")]
         return {**asdict(row), "checkpoints": saved, "evaluations": evaluations}
 
     def print(self, *, console: Terminal | None = None) -> None:
@@ -167,7 +171,7 @@ class Run(os.PathLike[str]):
 
     def _repr_html_(self) -> str:
         """Return the same, and the learning curve once there is one, for notebooks."""
-        curve = self.path / "plots" / "learning_curve.png"
+        curve = self._folder / "plots" / "learning_curve.png"
         picture = base64.b64encode(curve.read_bytes()).decode() if curve.is_file() else ""
         image = f"<img width='720' alt='learning curve' src='data:image/png;base64,{picture}'>"
         return f"<p>{html.escape(repr(self))}</p>{image if picture else ''}"
@@ -285,7 +289,8 @@ def list_runs(folder: str | os.PathLike[str] = "runs") -> RunList:
     [('tiny', 4, 4)]
     """
     top = given_path(folder, "RUN_NOT_FOUND", where="folder")
-    rows = [_row(path, top) for path in _runs_below(top, DEPTH)]
+    paths = _runs_below(top, DEPTH)
+    rows = [_row(Run(p), p.name if p == top else str(p.relative_to(top))) for p in paths]
     if not rows:
         problem = "no run is there" if top.is_dir() else "there is no such folder"
         remedy = "`gear-offline train smoke` makes a run in runs/"
@@ -303,9 +308,8 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
                 yield from _runs_below(below, depth - 1)
 
 
-def _row(path: Path, top: Path) -> RunRow:
-    run, name = Run(path), path.name if path == top else str(path.relative_to(top))
-    facts: Any = {"name": name, "path": str(path), "age_seconds": run_age(path)}
+def _row(run: Run, name: str) -> RunRow:
+    facts: Any = {"name": name, "path": str(run.path), "age_seconds": run_age(Path(run))}
     try:
         recipe, best, last = run.recipe, run.best, run.last
         if best is not None and last is not None:

@@ -102,7 +102,7 @@ def parts_of(source: TableData) -> tuple[Part, ...]:
     """Return the datasets of a table, in the order of its episodes (one dataset: a list of one)."""
     if isinstance(source, JointDataset):
         return source.tasks
-    return (Part(name=str(source.path), dataset=source),)
+    return (Part(name=source.name, dataset=source),)
 
 
 def is_kept(source: TableData, column: str | None) -> bool:
@@ -161,7 +161,7 @@ def join_datasets(tasks: Sequence[Part]) -> JointDataset:
                 f"the data of task {task.name!r} have no rewards, of which returns are asked for"
             )
             remedy = "leave the task out, or add a column rewards to its source"
-            raise InputError("COLUMN", problem, str(task.dataset.path), remedy)
+            raise InputError("COLUMN", problem, task.dataset.name, remedy)
     specs = {task.name: task.dataset.spec for task in tasks}
     return JointDataset(
         tasks=tuple(tasks),

@@ -73,7 +73,7 @@ class Appender:
         if history is not None and self._histories is None:
             problem, remedy = "the dataset has no histories", "convert it with --histories COLUMN"
             raise InputError("USAGE", problem, str(path), remedy)
-        self._folder = given_path(path, "DATASET_NOT_FOUND", where="path") / INCOMING
+        self._folder = given_path(path, "DATASET_NOT_FOUND", where="path").absolute() / INCOMING
 
     def append(self, episodes: Iterable[Mapping[str, Any]]) -> Path:
         """Append `episodes`, as `gear_offline.from_episodes` takes them, as one piece.

@@ -83,7 +83,9 @@ class Dataset:
     Attributes
     ----------
     path
-        Dataset directory.
+        Dataset directory, absolute: another working directory changes nothing.
+    name
+        Address, or path, that a user knows it by.
     manifest
         What it says about itself.
     episodes
@@ -111,6 +113,7 @@ class Dataset:
     """
 
     path: Path
+    name: str
     manifest: Manifest
     episodes: EpisodeIndex
     terminated: BoolArray
@@ -127,11 +130,6 @@ class Dataset:
 
     def __repr__(self) -> str:
         return f"Dataset({self.name!r}: {self.spec})"
-
-    @property
-    def name(self) -> str:
-        """Address, or path, that a user knows it by."""
-        return self.address or str(self.path)
 
     @cached_property
     def spec(self) -> TableSpec:
@@ -627,7 +625,8 @@ def _open(
         problem = f"frames of {', '.join(manifest.videos)} stay in videos of another machine"
         remedy = "convert the dataset there without --video keep, or fetch it with its videos"
         raise InputError("DATASET_NOT_FOUND", problem, address, remedy)
-    dataset = replace(with_shards(path, manifest, ranges=ranges), address=address)
+    dataset = with_shards(path, manifest, ranges=ranges)
+    dataset = replace(dataset, address=address, name=address or dataset.name)
     if admissions != 0:
         dataset = grow_dataset(dataset, read_admissions(path)[0][:admissions])
     return dataset
@@ -711,7 +710,8 @@ def with_shards(
     if [int(flags.sum()) for flags in ends] != [count for _, count in manifest.endings]:
         raise damage_error("ends of episodes are counted otherwise", path / MANIFEST_NAME)
     return Dataset(
-        path=path,
+        path=path.absolute(),
+        name=str(path) if before is None else before.name,
         manifest=manifest,
         episodes=EpisodeIndex(lengths=lengths),
         terminated=ends[0],

@@ -161,8 +161,8 @@ def check_recorded(dataset: Dataset) -> None:
     if missing := [name for name in names if not is_recorded(name)]:
         columns = ",".join(name for name in names if is_recorded(name))
         problem = f"the data have {' and '.join(missing)}, which no episode that is played has"
-        remedy = f"train on data without: convert {dataset.path} OTHER --columns {columns}"
-        raise InputError("COLUMN", problem, str(dataset.path), remedy)
+        remedy = f"train on data without: convert {dataset.name} OTHER --columns {columns}"
+        raise InputError("COLUMN", problem, dataset.name, remedy)
 
 
 class Player(Closing):
