@@ -4,8 +4,10 @@ import os
 import resource
 import shutil
 import signal
+import threading
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from benchmarks.video import FPS, moving_frames, write_lerobot, write_video
 from gear_offline.analysis.planning.workload import make_workload
 from gear_offline.batches.tables.joint import Part, join_datasets
 from gear_offline.config.recipe import load_recipe
+from gear_offline.core.system import usable_cores
 from gear_offline.core.workers import Worker
 from gear_offline.data.dataset.inspect import print_inspection
 from gear_offline.errors import GearError
@@ -430,3 +433,29 @@ def test_cameras_under_other_names(folders: Path, tmp_path: Path) -> None:
     recipe = {"data.path": str(tmp_path / "x"), "train.steps": 2, "train.device": "cpu"}
     go.train("smoke", recipe | {"loader.normalize_states": False}, out=tmp_path / "run")
     assert (tmp_path / "run" / "metrics.jsonl").is_file()
+
+
+def test_jobs_of_a_sweep_share_the_cores(folders: Path, tmp_path: Path) -> None:
+    columns = [f"observations={TOP}", "actions", "rewards=timestamp"]
+    go.convert(folders / "set", tmp_path / "x", columns=columns, video="keep", quiet=True)
+    recipe: dict[str, Any] = {"data.path": str(tmp_path / "x"), "loader.normalize_states": False}
+    recipe |= {"train.steps": 2, "train.device": "cpu", "evaluate.episodes": 0}
+    decoders, done = set[int](), threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.01):
+            for job in psutil.Process().children():
+                with suppress(psutil.Error):
+                    found = [
+                        p for p in job.children() if "gear_offline.core.workers" in p.cmdline()
+                    ]
+                    decoders.update(process.pid for process in found)
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        go.sweep("smoke", recipe, seeds=2, parallel=2, out=tmp_path / "sweep", quiet=True)
+    finally:
+        done.set()
+        watcher.join()
+    assert 0 < len(decoders) <= max(usable_cores(), 2)

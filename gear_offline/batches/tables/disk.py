@@ -10,6 +10,7 @@ of a batch, S slots.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -189,8 +190,11 @@ class DiskGather:
     ) -> None:
         plans, batch = plan_groups(dataset, options, apart=True), stream.rank_batch
         shares: Any = {"budget_bytes": host_budget, "kept_bytes": kept_bytes}
-        # A program that launches a GPU's work in Python keeps a core.
-        decoders = max(usable_cores() // processes - pin, 1)
+        # A program that launches a GPU's work in Python keeps a core; a job of a sweep has a share.
+        cores, share = usable_cores(), os.environ.get("OMP_NUM_THREADS", "")
+        if share.isdigit() and not pin and processes == 1:  # torchrun says 1, whatever there is
+            cores = min(cores, int(share))
+        decoders = max(cores // processes - pin, 1)
         shares |= {"batch": batch, "decoders": decoders}
         self.sizes = sizes = share_out(dataset, plans, options, **shares)
         index = span_index(dataset, options)
