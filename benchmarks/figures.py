@@ -145,7 +145,7 @@ FIGURES = [
     Figure(
         "training steps a second, eight seeds, one H200, bfloat16",
         *("jax_corl", "jax_corl.json", _stacked),
-        *("{:,.0f}", {"narrow": "{:.1f} x JAX-CORL under `vmap`", "full": "float32 {:.2f}"}),
+        *("{:,.0f}", {"narrow": "{:.1f} x JAX-CORL under `vmap`", "full": "in float32 {:.2f}"}),
     ),
 ]
 
