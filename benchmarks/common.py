@@ -25,7 +25,7 @@ from rich.table import Table
 
 from gear_offline.core.files import write_file
 from gear_offline.core.progress import Progress
-from gear_offline.core.system import clean_commit, machine
+from gear_offline.core.system import clean_commit, machine, versions
 from gear_offline.data.convert.conversion import convert
 from gear_offline.data.dataset.dataset import Dataset, open_dataset
 from gear_offline.data.sources import from_arrays
@@ -33,6 +33,10 @@ from gear_offline.errors import InputError, UnavailableError
 
 STEPS, EPISODES = 1_000_000, 2_186  # as D4RL's hopper-medium-v2
 STATE_DIM, ACTION_DIM, CONTEXT = 11, 3, 20
+PEERS = (
+    *("av", "d3rlpy", "datasets", "dm-reverb", "flax", "jax", "lerobot", "minari"),
+    *("tensordict", "torchcodec", "torchrl"),
+)
 
 Call = Callable[[], object]
 Key = TypeVar("Key")
@@ -228,7 +232,9 @@ def keep_partial(results: Sequence[Mapping[str, Any]]) -> None:
 
 def _head(words: str) -> dict[str, Any]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"command": f"python -m benchmarks {words}", "machine": machine(), "gpu": gpu}
+    where = machine()
+    where["versions"] |= versions(*PEERS)
+    return {"command": f"python -m benchmarks {words}", "machine": where, "gpu": gpu}
 
 
 def gpu_seconds(call: Call, *, turns: int = 7, calls: int = 2) -> float:
