@@ -12,7 +12,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from rich.table import Table
 
 from gear_offline.config.arguments import check_arguments
 from gear_offline.core.progress import Progress, Terminal
+from gear_offline.core.remote import map_in_threads
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import Document, count_text
 from gear_offline.core.types import Array, Float64Array, Int64Array
@@ -165,9 +166,9 @@ def audit(
     shown = data.address or data.path.name
     with (
         Progress(f"audit {shown}", total=total, unit="steps", quiet=quiet) as progress,
-        ThreadPoolExecutor(usable_cores()) as pool,
+        closing(map_in_threads(steps.look, pieces, usable_cores())) as looks,
     ):
-        for (first, stop), seen in zip(pieces, pool.map(steps.look, pieces), strict=True):
+        for (first, stop), seen in zip(pieces, looks, strict=True):
             steps.add(seen)
             progress.advance(stop - first)
         digests, *others = map(_digest_compared, every, compared)

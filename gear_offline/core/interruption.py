@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from gear_offline.core.files import Closing
 
@@ -23,6 +25,8 @@ class StopRequest(Closing):
     its terminal both send one.  Under `nohup` SIGHUP stays ignored.  Off the main thread, where
     Python lets nobody handle signals, nothing changes.
     """
+
+    asked_at: ClassVar[float] = math.inf  # of `time.monotonic`, to the one that is entered
 
     def __init__(self) -> None:
         self.signal_name: str | None = None  # such as "SIGTERM"
@@ -43,11 +47,13 @@ class StopRequest(Closing):
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
+        StopRequest.asked_at = math.inf
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal_name is not None and number != signal.SIGHUP:
             raise KeyboardInterrupt
-        self.signal_name = self.signal_name or signal.Signals(number).name
+        if self.signal_name is None:
+            self.signal_name, StopRequest.asked_at = signal.Signals(number).name, time.monotonic()
         if self._abortable:
             raise Aborted
 

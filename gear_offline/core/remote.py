@@ -14,8 +14,9 @@ import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from http.client import HTTPResponse
@@ -27,6 +28,7 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from gear_offline.core.address import check_address, hide_secrets
 from gear_offline.core.files import check_new_file, sync_directory, turn_of, write_all, writing
+from gear_offline.core.interruption import StopRequest
 from gear_offline.core.progress import Progress
 from gear_offline.core.text import first_line, say, size_text
 from gear_offline.errors import GearError, InputError, UnavailableError
@@ -39,27 +41,53 @@ PATIENCE_SECONDS = 120.0  # with a package that tries again by itself
 CACHE_VARIABLE = "GEAR_OFFLINE_CACHE"
 TOLD_AFTER_SECONDS = 10.0
 TURN_SECONDS = 0.2  # of waiting for what may come late
+STOP_SECONDS = 1.0  # for a server's answer, once a stop is requested: a step may then be completed
 VERSION_FACTS = "etag|hash|md5|sha|blob_id|generation|creat|modif|mtime|updated"  # of fsspec's info
 
 
+S = TypeVar("S")
 T = TypeVar("T")
 _THREAD = local()
+_Answers = SimpleQueue[tuple[Any, BaseException | None]]
 
 
 class NoRangesError(InputError):
     """A server that sends whole files alone."""
 
 
-class RequestPool(ThreadPoolExecutor):
-    """Threads that wait for no server once the body of their ``with`` has failed."""
+def leave_servers_if(has_ended: Callable[[], bool]) -> None:
+    """Let this thread wait for no server once `has_ended` is true."""
+    _THREAD.has_ended = has_ended
 
-    def __init__(self, threads: int, name: str = "") -> None:
-        self.has_failed = False
-        super().__init__(threads, name, lambda: vars(_THREAD).update(pool=self))
 
-    def __exit__(self, error: object, *others: object) -> None:
-        self.has_failed = error is not None
-        self.shutdown(cancel_futures=self.has_failed)
+def map_in_threads(
+    call: Callable[[S], T], items: Iterable[S], threads: int, name: str = "gear-request"
+) -> Generator[T]:
+    """Yield the results of calls in their order; threads wait for no server if the caller fails.
+
+    Without locks of Python's own, which a Ctrl-C leaves taken.
+    """
+    has_ended, work = False, [(item, _Answers()) for item in items]
+    waiting = deque(work)
+
+    def run() -> None:
+        leave_servers_if(lambda: has_ended)
+        with suppress(IndexError):
+            while not has_ended:
+                item, answers = waiting.popleft()
+                _answer(partial(call, item), answers)
+
+    team = [Thread(target=run, daemon=True, name=name) for _ in range(min(threads, len(work)))]
+    try:
+        for thread in team:
+            thread.start()
+        for _, answers in work:
+            yield _take(answers)
+    finally:
+        has_ended = True
+        for thread in team:
+            while thread.is_alive():
+                thread.join(TURN_SECONDS)
 
 
 def result_of(future: Future[T]) -> T:
@@ -204,28 +232,41 @@ def _read_range(file: RemoteFile, begin: int, end: int) -> bytearray:
 
 
 def _wait_for(call: Callable[[], T], nbytes: int = 0) -> T:
-    """Return what a call returns, in time: in a thread of its own, which is left behind if not."""
-    answers = SimpleQueue[tuple[Any, BaseException | None]]()
+    """Return what a call returns, in time: in a thread of its own, which is left behind if not.
 
-    def answer() -> None:
-        try:
-            answers.put((call(), None))
-        except BaseException as error:
-            answers.put((None, error))
+    `KeyboardInterrupt` once this thread's work has ended, or a stop is requested meanwhile.
+    """
+    answers, started = _Answers(), time.monotonic()
+    Thread(target=_answer, args=(call, answers), daemon=True, name="server").start()
+    seconds, has_ended = PATIENCE_SECONDS + nbytes / LEAST_RATE, getattr(_THREAD, "has_ended", bool)
 
-    Thread(target=answer, daemon=True, name="server").start()
-    seconds = PATIENCE_SECONDS + nbytes / LEAST_RATE
-    end, pool = time.monotonic() + seconds, getattr(_THREAD, "pool", None)
-    while time.monotonic() < end:
+    def check() -> None:
+        if has_ended() or time.monotonic() - max(started, StopRequest.asked_at) > STOP_SECONDS:
+            raise KeyboardInterrupt
+        if time.monotonic() > started + seconds:
+            raise TimeoutError(f"no answer in {seconds:.0f} seconds")
+
+    result: T = _take(answers, check)
+    return result
+
+
+def _answer(call: Callable[[], Any], answers: _Answers) -> None:
+    try:
+        answers.put((call(), None))
+    except BaseException as error:
+        answers.put((None, error))
+
+
+def _take(answers: _Answers, check: Callable[[], object] = bool) -> Any:
+    """Return an answer, or raise it; `check` is called now and then until it comes."""
+    while True:
         with suppress(Empty):
             value, error = answers.get(timeout=0.1)
-            if error is not None:
-                raise error
-            result: T = value
-            return result
-        if pool is not None and pool.has_failed:
-            raise KeyboardInterrupt
-    raise TimeoutError(f"no answer in {seconds:.0f} seconds")
+            break
+        check()
+    if error is not None:
+        raise error
+    return value
 
 
 class _Traffic:
@@ -245,12 +286,12 @@ class _Traffic:
 _TRAFFIC = dict[str | None, _Traffic]()
 
 
-def _append(file: RemoteFile, version: Version, partial: Path, address: str, code: str) -> None:
+def _append(file: RemoteFile, version: Version, begun: Path, address: str, code: str) -> None:
     """Fetch what a partial file lacks; go on after a break as long as each attempt gets further."""
     name = urlsplit(hide_secrets(address)).path.rpartition("/")[2]
     with ExitStack() as stack:
-        with writing(partial):
-            out = stack.enter_context(open(partial, "ab", buffering=0))
+        with writing(begun):
+            out = stack.enter_context(open(begun, "ab", buffering=0))
         begin, total = out.tell(), version.size or 0
         bar = Progress(f"download {name}", total=total, unit="bytes", done=begin)
         progress = stack.enter_context(bar)
@@ -258,8 +299,9 @@ def _append(file: RemoteFile, version: Version, partial: Path, address: str, cod
             begin = out.tell()
             try:
                 with _server_errors(address, code):
-                    for block in file.read(version, begin):
-                        with writing(partial):
+                    blocks = file.read(version, begin)
+                    while block := _wait_for(partial(next, blocks, b""), BLOCK_BYTES):
+                        with writing(begun):
                             write_all(out.fileno(), block)
                         progress.advance(len(block))
                     if version.size not in (None, out.tell()):
@@ -268,14 +310,14 @@ def _append(file: RemoteFile, version: Version, partial: Path, address: str, cod
             except UnavailableError:
                 if out.tell() == begin or not version.tag:
                     raise
-        with writing(partial):
+        with writing(begun):
             os.fsync(out.fileno())
 
 
 def _look_up(address: str, code: str) -> tuple[RemoteFile, Version]:
     with _server_errors(address, code):
         file = _open(address)
-        return file, file.look_up()
+        return file, _wait_for(file.look_up)
 
 
 def _changed_error(address: str) -> InputError:
@@ -365,7 +407,7 @@ class _FsspecFile:
 
     def look_up(self) -> Version:
         self._files.invalidate_cache()
-        facts = _wait_for(lambda: self._files.info(self._path))
+        facts = self._files.info(self._path)
         if facts["type"] != "file":
             raise FileNotFoundError(self._path)
         names = (name for name in facts if re.search(VERSION_FACTS, name, re.IGNORECASE))
@@ -374,7 +416,7 @@ class _FsspecFile:
     def read(self, version: Version, offset: int) -> Iterator[bytes]:
         for start in range(offset, version.size or 0, BLOCK_BYTES):
             stop = min(start + BLOCK_BYTES, version.size or 0)
-            yield from _wait_for(partial(list, self.read_range(start, stop)), stop - start)
+            yield from self.read_range(start, stop)
 
     def read_range(self, begin: int, end: int) -> Generator[bytes]:
         yield self._files.cat_file(self._path, start=begin, end=end, **self._options)

@@ -28,6 +28,7 @@ import numpy as np
 
 from gear_offline.batches.tables.decoders import SharedFrames
 from gear_offline.batches.tables.window_reader import Places, WindowReader
+from gear_offline.core.remote import leave_servers_if
 from gear_offline.core.types import Array, Int64Array
 from gear_offline.errors import GearError
 
@@ -325,6 +326,7 @@ class ReadAhead:
             del run  # which refers to what was gathered
 
     def _work(self) -> None:
+        leave_servers_if(lambda: self._stopped)
         try:
             with self._windows.tools(self._targets, self._shared) as tools:
                 while (task := self._next()) is not None:

@@ -53,7 +53,7 @@ from gear_offline.batches.tables.joint import (
 )
 from gear_offline.batches.tables.returns import sum_returns, whole_episodes
 from gear_offline.config.sections import Condition, Span
-from gear_offline.core.remote import RequestPool, result_of
+from gear_offline.core.remote import map_in_threads
 from gear_offline.core.system import usable_cores
 from gear_offline.core.types import Array, BoolArray, Int64Array
 from gear_offline.data.dataset.dataset import Dataset
@@ -389,7 +389,8 @@ def _fill(
         for task in {job.part.name: job.part for job in jobs}.values()
     }
 
-    def fill(job: _ShardRead, groups: Sequence[int]) -> None:
+    def fill(work: tuple[_ShardRead, Sequence[int]]) -> None:
+        job, groups = work
         for group in groups if len(job.lengths) else ():  # a view may have none of a shard
             is_single = not (plans[group].final and FOLLOWING.isdisjoint(plans[group].fields))
             read = _copy_column if is_single else _fill_final
@@ -399,9 +400,10 @@ def _fill(
     apart = threads > 1 and len(jobs) <= 2 * threads
     groups = range(len(plans))
     shares = [[group] for group in groups] if apart else [groups]
-    with _quick_switches(), RequestPool(threads, "gear-load") as pool:
-        for future in [pool.submit(fill, job, share) for job in jobs for share in shares]:
-            result_of(future)
+    work = ((job, share) for job in jobs for share in shares)
+    with _quick_switches():
+        for _ in map_in_threads(fill, work, threads, "gear-load"):
+            pass
 
 
 def _fill_final(

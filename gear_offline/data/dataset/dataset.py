@@ -23,7 +23,7 @@ from gear_offline.config.strict_yaml import byte_count
 from gear_offline.core.address import hide_secrets, is_remote, parse_address
 from gear_offline.core.files import FileIdentity, file_identity
 from gear_offline.core.hub import card, put
-from gear_offline.core.remote import NoRangesError, RequestPool, result_of
+from gear_offline.core.remote import NoRangesError, map_in_threads
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import say
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
@@ -697,8 +697,7 @@ def with_shards(
             return ShardFile(file, path, manifest, shard).read_episodes()
 
     if ranges is not None:
-        with RequestPool(REQUESTS) as pool:
-            pieces += map(result_of, [pool.submit(fetch, shard) for shard in shards])
+        pieces += map_in_threads(fetch, shards, REQUESTS)
         identities += [()] * len(shards)
     for shard in [] if ranges else shards:
         with open_member(path / shard.name, size=shard.bytes) as file:
