@@ -59,6 +59,7 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.files: dict[str, bytes] = {}
+        self.paths: list[str] = []  # of all requests
         self.ranges: list[str] = []  # of the requests for one
         self.most: int | None = None  # bytes after which each answer breaks off
         self.sent, self.drip = 0, 0.0  # seconds between two bytes
@@ -82,6 +83,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         server, span, path = self.server, self.headers["Range"], self.path.partition("?")[0]
+        server.paths.append(path)
         server.logins.append(self.headers["Authorization"])
         if server.login and self.headers["Authorization"] != f"Basic {server.login}":
             return self.send_error(401)
@@ -255,7 +257,7 @@ def test_a_file_that_changes_midway_is_refused(
     answers = count()
 
     def change() -> None:
-        if next(answers) == 2:  # the two before are looks, which read nothing
+        if next(answers) == 1:  # the one before is a look, which reads nothing
             server.files["/long.npz"], server.most = LONG[::-1], None
 
     server.wait = change
@@ -550,6 +552,24 @@ def test_commands_read_an_address_within_a_bounded_cache(
     server.sent = 0
     assert go.inspect(address)["verified"] and go.audit(address).steps == data.spec.steps
     assert server.sent < total / 3  # the manifest, to see whether it changed
+
+
+READERS: dict[str, Callable[[str], object]] = {
+    "inspect": go.inspect,
+    "open": go.open_dataset,
+    "open by ranges": lambda address: go.open_dataset(address, cache=CACHE),
+    "audit": go.audit,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_manifest_is_fetched_once(server: Server, data: go.Dataset, reader: str) -> None:
+    """And whether it changed is asked once before."""
+    address = serve_folder(server, data.path)
+    for requests in (2, 1):
+        server.paths.clear()
+        READERS[reader](address)
+        assert server.paths.count("/set/manifest.json") == requests
 
 
 def test_a_server_that_loses_its_ranges_is_read_once_it_was_opened_whole(

@@ -127,19 +127,19 @@ def cache_folder(*key: object) -> Path:
     return Path(cache).expanduser().absolute() / hashlib.sha256(repr(key).encode()).hexdigest()[:32]
 
 
-def fetch_file(address: str, code: str) -> Path:
+def fetch_file(address: str, code: str, check: Callable[[Path], object] | None = None) -> Path:
     """Return the place in the cache of a file of a server, which is fetched if it is not there.
 
-    The server is asked each time whether it changed.  `code` is that of errors;
-    ``SOURCE_CHANGED``, ``PACKAGE_MISSING``, ``OUTPUT_WRITE``.
+    The server is asked each time whether it changed.  `check` is that of `download`, `code` of
+    errors; ``SOURCE_CHANGED``, ``PACKAGE_MISSING``, ``OUTPUT_WRITE``.
     """
     check_address(address, code)
-    _, version = _look_up(address, code)
+    file, version = _look_up(address, code)
     name = re.sub(r"[\0/]", "_", unquote(urlsplit(hide_secrets(address)).path.rpartition("/")[2]))
     key = cache_folder(hide_secrets(address), urlsplit(address).query, version)
     target = key / (name.strip(".") or "file")
     if not (version.tag and target.is_file()):
-        download(address, target, code)
+        download(address, target, code, check=check, looked_up=(file, version))
     return target
 
 
@@ -149,14 +149,15 @@ def download(
     code: str,
     *,
     size: int | None = None,
-    check: Callable[[Path], None] | None = None,
+    check: Callable[[Path], object] | None = None,
+    looked_up: tuple[RemoteFile, Version] | None = None,
 ) -> None:
     """Fetch a file to `target`, which appears when it is complete and `check` has taken it.
 
     What was fetched before a break waits beside it under a hidden name.  The file must have `size`
     bytes (``DATASET_DAMAGED``), and without `check` the same version at the end as at first.
     """
-    file, version = _look_up(address, code)
+    file, version = looked_up or _look_up(address, code)
 
     def check_size(actual: int | None) -> None:
         if None not in (size, actual) and size != actual:
