@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Self
 from gear_offline.core.files import Closing
 
 
-class Aborted(BaseException):
-    """Raised inside `StopRequest.abortable` when a stop is requested; no error to be handled."""
+class Aborted(KeyboardInterrupt):
+    """A requested stop of what waits: inside `StopRequest.abortable`, or for a server."""
 
 
 class StopRequest(Closing):

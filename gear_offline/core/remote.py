@@ -28,7 +28,7 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from gear_offline.core.address import check_address, hide_secrets
 from gear_offline.core.files import check_new_file, sync_directory, turn_of, write_all, writing
-from gear_offline.core.interruption import StopRequest
+from gear_offline.core.interruption import Aborted, StopRequest
 from gear_offline.core.progress import Progress
 from gear_offline.core.text import first_line, say, size_text
 from gear_offline.errors import GearError, InputError, UnavailableError
@@ -235,7 +235,7 @@ def _read_range(file: RemoteFile, begin: int, end: int) -> bytearray:
 def _wait_for(call: Callable[[], T], nbytes: int = 0) -> T:
     """Return what a call returns, in time: in a thread of its own, which is left behind if not.
 
-    `KeyboardInterrupt` once this thread's work has ended, or a stop is requested meanwhile.
+    `Aborted` once this thread's work has ended, or a stop is requested meanwhile.
     """
     answers, started = _Answers(), time.monotonic()
     Thread(target=_answer, args=(call, answers), daemon=True, name="server").start()
@@ -243,7 +243,7 @@ def _wait_for(call: Callable[[], T], nbytes: int = 0) -> T:
 
     def check() -> None:
         if has_ended() or time.monotonic() - max(started, StopRequest.asked_at) > STOP_SECONDS:
-            raise KeyboardInterrupt
+            raise Aborted
         if time.monotonic() > started + seconds:
             raise TimeoutError(f"no answer in {seconds:.0f} seconds")
 

@@ -22,7 +22,7 @@ from gear_offline.artifacts.trained import TrainedModel
 from gear_offline.batches.tables.joint import TableData
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import Closing, write_error
-from gear_offline.core.interruption import StopRequest
+from gear_offline.core.interruption import Aborted, StopRequest
 from gear_offline.core.progress import Progress
 from gear_offline.core.system import torch_alone
 from gear_offline.core.text import quote, say
@@ -253,7 +253,7 @@ class LiveRun(Closing):
         if self._actors is not None:
             self._actors.act()
         if not self.learner.admit(lambda: self.stop.signal_name is not None):
-            self._stop_if_asked()
+            self.stop_if_asked()
 
     def note_step(self) -> None:
         """Look after what goes on beside the steps, now that there is one more."""
@@ -279,7 +279,7 @@ class LiveRun(Closing):
                 yield False
             self.evaluations.evaluate(step)
         if due:
-            self._stop_if_asked()
+            self.stop_if_asked()
 
     def _log(self, *, validates: bool) -> None:
         values = self.learner.report()  # of all ranks together
@@ -295,7 +295,7 @@ class LiveRun(Closing):
             seconds, keep = self.writer.seconds, self.evaluations.keep
         self.saver.save(seconds=seconds, keep=keep)
 
-    def _stop_if_asked(self) -> None:
+    def stop_if_asked(self) -> None:
         """Save and stop if a callback asks for it, or a signal on any rank."""
         answer = {"signal": self.stop.signal_name, "stops": self.callbacks.stop}
         answers = self.learner.world.gather(answer)
@@ -368,7 +368,13 @@ class RunGroup:
             for run in self.runs:
                 run.admit()
             assert self.step is not None, "made for runs with steps to do"
-            failures = self.step.run()
+            try:
+                failures = self.step.run()
+            except Aborted:  # no rows come for it: the steps so far are saved
+                for run in self.runs if self.runs[0].learner.world.size == 1 else ():
+                    with self.ending(run):
+                        run.stop_if_asked()
+                raise
         for run in list(self.runs):
             with self.ending(run):
                 if run.learner in failures:
