@@ -35,6 +35,9 @@ _OPTION = re.compile(
     r"|(?:none|done-only|terminals|actions|padded)\b))?"
 )
 _SWITCHES = ("allow-nonfinite", "exact", "overwrite", "private", "resume", "train")
+_LOGIN = re.compile(r"(:/{1,2})[^/?#]*@")  # of an address
+# of a web server's: signatures and tokens; the sentence around it goes on
+_QUERY = re.compile(r"(https?:/[^\s?]*)\?[^\s'\"<>]*?(?=[)\]},;:.]*(?:[\s'\"<>]|$))", re.IGNORECASE)
 _callers = ["Python"]
 
 
@@ -75,6 +78,11 @@ def _argument(option: re.Match[str]) -> str:
     return f"{name}={value if value.isdecimal() else repr(value)}" if value else name
 
 
+def without_secrets(text: str) -> str:
+    """Return a text whose addresses have no user, password or query."""
+    return _QUERY.sub(r"\1", _LOGIN.sub(r"\1", text)) if ":/" in text else text
+
+
 class GearError(Exception):
     """An error with a stable code, a place and a remedy.
 
@@ -93,6 +101,9 @@ class GearError(Exception):
     exit_code = 1
 
     def __init__(self, code: str, problem: str, where: str = "", remedy: str = "") -> None:
+        if where.lower().startswith(("http://", "https://")):  # all of it, blanks too
+            where = where.partition("?")[0]
+        problem, where, remedy = map(without_secrets, (problem, where, remedy))
         self.code = code
         self.problem = problem
         self.where = where
@@ -147,13 +158,16 @@ def package_needed(problem: str, extra: str) -> Iterator[None]:
 def given_path(given: str | os.PathLike[str], code: str, *, where: str) -> Path:
     """Return the caller's argument `where` as a path, from the home if it begins with ``~``.
 
-    An argument that cannot be a path, as None, is refused with the error `code`.
+    An argument that cannot be a path, as None, or an output at an address is refused with `code`.
     """
     try:
-        return Path(in_home(os.fspath(given)))
+        path = Path(in_home(os.fspath(given)))
     except TypeError as error:
         problem = f"a {type(given).__name__} is not a path"
         raise InputError(code, problem, where, "give a str or a pathlib.Path") from error
+    if code == "OUTPUT_WRITE" and re.match(r"\w[\w+-]+:/", str(path)):
+        raise InputError(code, "nothing is written to a server", str(path), "give a local path")
+    return path
 
 
 def in_home(text: str) -> str:

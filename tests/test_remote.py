@@ -188,7 +188,7 @@ def test_addresses_are_written_in_many_ways(
     names = {"a b.hdf5": "a%20b", "a%20b.hdf5": "a%20b", "ü|.hdf5": "%C3%BC|", "a+b.HDF5": "a+b"}
     for number, (name, path) in enumerate(names.items()):
         server.files[f"/{path}{name[-5:]}"] = content
-        query = "?u=http://a//b/../c&x=%2F&t=. " if number % 2 else "#part"
+        query = "?u=http://a//b/../c&x=%2F&t=. " if number % 2 else ""
         go.convert(f"{server.url}/{name}{query}", tmp_path / str(number), quiet=True)
     server.login = base64.b64encode(b"me:pw").decode()
     secret = address.replace("http://", "HTTP://me:pw@")
@@ -207,6 +207,62 @@ def test_addresses_are_written_in_many_ways(
     with one_error("DATASET_NOT_FOUND", "give its path") as caught:
         go.inspect(f"file://{data.path}")
     assert caught.value.where == f"file://{data.path}"
+
+
+def test_odd_names_are_read_or_refused(server: Server, tmp_path: Path) -> None:
+    data, name = make_dataset(tmp_path, [9, 30, 4]), "ä b%20#c?d=e"
+    memory, content = fsspec.filesystem("memory"), server.files["/data.hdf5"]
+    memory.pipe(f"/bucket/{name}.hdf5", content)
+    memory.put(str(data.path), f"/bucket/{name}", recursive=True)
+    manifest = go.convert(f"memory://bucket/{name}.hdf5", tmp_path / "out", quiet=True)
+    assert manifest.source.uri == f"memory://bucket/{name}.hdf5"
+    for cache in (None, "1MB"):
+        found = go.open_dataset(f"memory://bucket/{name}/", cache=cache)
+        assert found.manifest.encode() == data.manifest.encode()
+    for path in ("/a", "/a%20%23b%3Fc%25.hdf5"):
+        server.files[path] = content
+    with one_error("SOURCE_READ", "write %23 for # and %3F for \\?"):
+        go.open_source(f"{server.url}/a #b?c%.hdf5")
+    go.convert(f"{server.url}/a %23b%3Fc%25.hdf5", tmp_path / "odd", quiet=True)
+    with one_error("SOURCE_READ", "without \\? and #"):
+        go.open_source("webhdfs://127.0.0.1:9/a?b.hdf5")
+
+
+SHOWING = {  # where an address of a file, A, may stand, and be shown
+    "push A hub:me/box": 2,
+    "push data.hdf5 A": 2,
+    "inspect hub:A": 2,
+    "convert A out --env A": 2,
+    "convert A out --where A": 2,
+    "convert A A": 2,
+    "train A": 2,
+    "train smoke data.path=A": 2,
+    "train smoke --out=A": 2,
+    "evaluate A": 2,
+    "doctor A": 2,
+    "A": 2,
+    "convert A out": 0,
+    "inspect out --json": 0,
+}
+
+
+def test_no_secret_of_an_address_is_shown_or_kept(
+    server: Server, tmp_path: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    server.login = base64.b64encode(b"me:PASSWORD").decode()
+    address = server.url.replace("//", "//me:PASSWORD@") + "/data.hdf5?sig=TOKEN"
+    for line, status in SHOWING.items():
+        assert (
+            main([address if w == "A" else w.replace("A", address) for w in line.split()]) == status
+        )
+        told = "".join(capsys.readouterr())
+        assert "PASSWORD" not in told and "TOKEN" not in told, line
+    for path in tmp_path.rglob("*"):
+        assert "TOKEN" not in str(path) and "PASSWORD" not in str(path)
+        assert path.is_dir() or not re.search(b"TOKEN|PASSWORD", path.read_bytes()), path
+    with one_error("OUTPUT_WRITE", "a local path"):
+        go.convert("data.hdf5", "s3://bucket/out")
 
 
 def test_workers_read_one_version(server: Server, tmp_path: Path) -> None:

@@ -239,10 +239,18 @@ def data(tmp_path: Path, store: Store) -> go.Dataset:
 
 def test_files_and_datasets_are_read(store: Store, data: go.Dataset, tmp_path: Path) -> None:
     file = write_hdf5(tmp_path / "data.hdf5")
-    store.put("a b%20.hdf5", file.read_bytes())
     local = go.convert(file, tmp_path / "near", quiet=True)
-    far = go.convert(f"{store.address}/a b%20.hdf5", tmp_path / "far", quiet=True)
-    assert far.shards == local.shards and far.source.uri == f"{store.address}/a b%20.hdf5"
+    odd = f"{store.address}/ä b%20#c?d=e"
+    for name, content in {"a.npz": b"another", "a": b"another"}.items():
+        store.put(name, content)
+    store.put("ä b%20#c?d=e.hdf5", file.read_bytes())
+    far = go.convert(f"{odd}.hdf5", tmp_path / "far", quiet=True)
+    assert far.shards == local.shards and far.source.uri == f"{odd}.hdf5"
+    for name, content in contents(data.path).items():
+        store.put(f"ä b%20#c?d=e/{name}", content)
+    whole, ranged = go.open_dataset(f"{odd}/"), go.open_dataset(odd, cache="1MB")
+    assert whole.name == ranged.name == odd and whole.manifest.encode() == data.manifest.encode()
+    np.testing.assert_array_equal(ranged.column("actions"), data.column("actions"))
 
     address, middle = f"{store.address}/set", store.middle
     middle.spans.clear()

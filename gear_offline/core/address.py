@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from gear_offline.core.hub import is_hub
 from gear_offline.core.text import first_line
@@ -41,15 +42,23 @@ def hide_secrets(path: str) -> str:
     """Return an address without user, password, query and last slash; other text as it is."""
     if parse_address(path) is None:
         return path
-    parts = urlsplit(path)
-    host, folder = parts.netloc.rpartition("@")[2], parts.path.rstrip("/")
-    return urlunsplit(parts._replace(netloc=host, path=folder, query="", fragment=""))
+    protocol, _, place, _ = _split(path)
+    return protocol.lower() + place.rstrip("/")
 
 
 def join_address(address: str, name: str) -> str:
     """Return the address of a file in the folder at `address`."""
-    parts = urlsplit(address)
-    return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{name}"))
+    protocol, login, place, query = _split(address)
+    return f"{protocol}{login}{place.rstrip('/')}/{name}{query}"
+
+
+def _split(address: str) -> Sequence[str]:
+    """Return protocol, login, place and query, which web servers alone have: others' names do."""
+    web = r"(https?://)([^/?#]*@)?([^?#]*)(.*)"
+    match = re.fullmatch(web, address, re.DOTALL | re.IGNORECASE)
+    match = match or re.fullmatch("(.*?://)([^/]*@)?(.*)()", address, re.DOTALL)
+    assert match is not None, "an address"
+    return match.groups("")
 
 
 def check_address(address: str, code: str) -> None:
@@ -61,6 +70,10 @@ def check_address(address: str, code: str) -> None:
     if not rest.strip("/"):
         raise InputError(code, "the address names no server", where, "check the address")
     if scheme in ("http", "https"):
+        if "#" in rest:
+            problem = "browsers send nothing of what follows #"
+            remedy = "write %23 for # and %3F for ? in a name, else leave it out"
+            raise InputError(code, problem, where, remedy)
         return
     import fsspec  # slow to load
 

@@ -5,6 +5,7 @@ Nothing of it is executed; whoever opens a download checks it, as any other file
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -35,7 +36,8 @@ def fetch(name: str, repo_type: Kind, code: str, *, only: tuple[str, ...] = ()) 
     from huggingface_hub import snapshot_download
 
     repo, inner, revision = split_name(name, code)
-    patterns = [inner, f"{inner}/*"] if inner else [*only] or None
+    folder = inner and glob.escape(inner)
+    patterns = [folder, f"{folder}/*"] if folder else [*only] or None
     options: dict[str, Any] = {"revision": revision, "allow_patterns": patterns}
     with _hub_errors(name, repo_type, code):
         path = Path(snapshot_download(repo, repo_type=repo_type, **options), inner or "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import threading
 import time
@@ -26,7 +25,7 @@ class StopRequest(Closing):
     Python lets nobody handle signals, nothing changes.
     """
 
-    asked_at: ClassVar[float] = math.inf  # of `time.monotonic`, to the one that is entered
+    asked_at: ClassVar[float] = float("inf")  # of `time.monotonic`, to the one that is entered
 
     def __init__(self) -> None:
         self.signal_name: str | None = None  # such as "SIGTERM"
@@ -47,7 +46,7 @@ class StopRequest(Closing):
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
-        StopRequest.asked_at = math.inf
+        StopRequest.asked_at = float("inf")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal_name is not None and number != signal.SIGHUP:

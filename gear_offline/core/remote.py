@@ -31,7 +31,7 @@ from gear_offline.core.files import check_new_file, sync_directory, turn_of, wri
 from gear_offline.core.interruption import Aborted, StopRequest
 from gear_offline.core.progress import Progress
 from gear_offline.core.text import first_line, say, size_text
-from gear_offline.errors import GearError, InputError, UnavailableError
+from gear_offline.errors import GearError, InputError, UnavailableError, without_secrets
 
 TIMEOUT_SECONDS = 30.0  # without a byte of the server
 BLOCK_BYTES = 8 << 20  # of a request for a range through fsspec
@@ -135,7 +135,7 @@ def fetch_file(address: str, code: str, check: Callable[[Path], object] | None =
     """
     check_address(address, code)
     file, version = _look_up(address, code)
-    name = re.sub(r"[\0/]", "_", unquote(urlsplit(hide_secrets(address)).path.rpartition("/")[2]))
+    name = re.sub(r"[\0/]", "_", unquote(hide_secrets(address).rpartition("/")[2]))
     key = cache_folder(hide_secrets(address), urlsplit(address).query, version)
     target = key / (name.strip(".") or "file")
     if not (version.tag and target.is_file()):
@@ -163,7 +163,7 @@ def download(
         if None not in (size, actual) and size != actual:
             problem = f"the file has {actual} bytes, the manifest says {size}"
             remedy = "put the dataset on the server again"
-            raise InputError("DATASET_DAMAGED", problem, hide_secrets(address), remedy)
+            raise InputError("DATASET_DAMAGED", problem, address, remedy)
 
     check_size(version.size)
     with turn_of(target, quiet=False):
@@ -205,7 +205,7 @@ def read_range(address: str, begin: int, end: int, code: str) -> bytearray:
         try:
             with _server_errors(address, code):
                 content = _wait_for(lambda: _read_range(_open(address), begin, end), end - begin)
-            traffic.count(len(content), hide_secrets(address))
+            traffic.count(len(content), address)
             return content
         except UnavailableError as error:
             failure = error
@@ -289,7 +289,7 @@ _TRAFFIC = dict[str | None, _Traffic]()
 
 def _append(file: RemoteFile, version: Version, begun: Path, address: str, code: str) -> None:
     """Fetch what a partial file lacks; go on after a break as long as each attempt gets further."""
-    name = urlsplit(hide_secrets(address)).path.rpartition("/")[2]
+    name = hide_secrets(address).rpartition("/")[2]
     with ExitStack() as stack:
         with writing(begun):
             out = stack.enter_context(open(begun, "ab", buffering=0))
@@ -323,7 +323,7 @@ def _look_up(address: str, code: str) -> tuple[RemoteFile, Version]:
 
 def _changed_error(address: str) -> InputError:
     problem = "the file changed on the server while it was fetched"
-    return InputError("SOURCE_CHANGED", problem, hide_secrets(address), "try again")
+    return InputError("SOURCE_CHANGED", problem, address, "try again")
 
 
 def _open(address: str) -> RemoteFile:
@@ -364,7 +364,7 @@ class _HttpFile:
                 problem = f"the server reads no ranges: it answers {answer.status} to one"
                 remedy = "go.open_dataset(ADDRESS) fetches all once: leave `cache` out then, "
                 remedy += "or use another server"
-                raise NoRangesError("SOURCE_READ", problem, hide_secrets(self._address), remedy)
+                raise NoRangesError("SOURCE_READ", problem, self._address, remedy)
             if not (answer.headers["Content-Range"] or "").lower().startswith(f"bytes {begin}-"):
                 raise OSError(f"it sent {answer.headers['Content-Range']}, not from byte {begin}")
             while block := answer.read1(1 << 20):  # as it comes
@@ -379,7 +379,7 @@ class _HttpFile:
         keeps_packed = re.search(r"\.(t?gz|bz2|xz|zst|br|Z)$", urlsplit(self._address).path)
         if coding.lower() != "identity" and not keeps_packed:  # servers say so of a file.gz too
             answer.close()
-            problem, where = f"the server sends it packed ({coding})", hide_secrets(self._address)
+            problem, where = f"the server sends it packed ({coding})", self._address
             remedy = f"put it there without Content-Encoding: {coding}, or fetch and unpack it"
             raise InputError("SOURCE_READ", problem, where, remedy)
         return answer
@@ -400,6 +400,9 @@ class _FsspecFile:
         from fsspec.core import url_to_fs
 
         self._files, self._path = url_to_fs(address)
+        if not self._path.endswith(name := address.rpartition("/")[2]):
+            problem = f"{type(self._files).__name__} reads {self._path} in place of {name}"
+            raise InputError("SOURCE_READ", problem, address, "give it a name without ? and #")
         log = logging.getLogger(type(self._files).__module__.partition(".")[0])
         if not log.handlers:  # else Python prints what it logs: a traceback beside our error
             log.addHandler(logging.NullHandler())
@@ -440,13 +443,11 @@ def _server_errors(address: str, code: str) -> Iterator[None]:
     except GearError:
         raise
     except Exception as error:  # packages of fsspec have their own
-        reason, where, status = first_line(error), hide_secrets(address), _status(error)
-        parts, is_secret = urlsplit(address), False
-        for secret in (parts.query, parts.netloc.rpartition("@")[0], parts.password):
-            is_secret |= bool(secret) and str(secret) in reason
-            reason = reason.replace(secret, "***") if secret else reason
-        reason, signed = re.subn(r"(\w://[^\s'\"?]+\?)[^\s'\"]+", r"\1***", reason)  # a redirect's
-        is_secret |= signed > 0
+        reason, where, status = first_line(error), address, _status(error)
+        parts = urlsplit(address)
+        for secret in filter(None, (parts.query, parts.netloc.rpartition("@")[0], parts.password)):
+            reason = reason.replace(secret, "***")
+        is_secret = not reason == first_line(error) == without_secrets(reason)  # or a redirect's
         if isinstance(error, urllib.error.HTTPError):
             error.close()  # it holds the connection
         found: GearError

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gear_offline.errors import for_caller
+from gear_offline.errors import for_caller, without_secrets
 
 MOST_CHARACTERS = 900  # of the line of an error
 LEAST = 5  # seeds or episodes of which an interval is shown: of fewer it says nothing
@@ -75,8 +75,8 @@ def told_apart(values: Sequence[float]) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """Return `text` with escapes in place of what would steer a terminal or begin a line."""
-    return "".join(c if c.isprintable() else escape(c) for c in text)
+    """Return `text` without secrets, and with escapes for what steers a terminal or ends a line."""
+    return "".join(c if c.isprintable() else escape(c) for c in without_secrets(text))
 
 
 def escape(character: str) -> str:

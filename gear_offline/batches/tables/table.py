@@ -389,8 +389,7 @@ def _fill(
         for task in {job.part.name: job.part for job in jobs}.values()
     }
 
-    def fill(work: tuple[_ShardRead, Sequence[int]]) -> None:
-        job, groups = work
+    def fill(job: _ShardRead, groups: Sequence[int]) -> None:
         for group in groups if len(job.lengths) else ():  # a view may have none of a shard
             is_single = not (plans[group].final and FOLLOWING.isdisjoint(plans[group].fields))
             read = _copy_column if is_single else _fill_final
@@ -402,7 +401,7 @@ def _fill(
     shares = [[group] for group in groups] if apart else [groups]
     work = ((job, share) for job in jobs for share in shares)
     with _quick_switches():
-        for _ in map_in_threads(fill, work, threads, "gear-load"):
+        for _ in map_in_threads(lambda each: fill(*each), work, threads, "gear-load"):
             pass
 
 

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gear_offline.core.address import hide_secrets
 from gear_offline.core.files import writing
 from gear_offline.core.types import Array, Float64Array
 from gear_offline.core.workers import Caller, RayPool, WorkerPool
@@ -259,7 +258,7 @@ def write_shard(caller: Caller, path: str, edits: Edits, number: int, plan: Plan
         remedy = "let it yield the same at each call (seed what it draws), or use one worker"
         raise InputError("USAGE", problem, path, remedy)
     if source.spec != plan.spec or folder_names(source) != plan.folders:
-        raise changed_error(hide_secrets(path))
+        raise changed_error(path)
     with writing(plan.folder):
         return write_shards(source, [number], plan, caller.send)[0]
 

@@ -47,9 +47,9 @@ def fetch_dataset(path: str | os.PathLike[str], code: str = CODE) -> Path:
                 shard_file.read_episodes()
                 shard_file.compare()
         except InputError as error:
-            shard_where = hide_secrets(join_address(address, shard.name))
+            where = join_address(address, shard.name)
             remedy = "put the dataset on the server again"
-            raise InputError(error.code, error.problem, shard_where, remedy) from error
+            raise InputError(error.code, error.problem, where, remedy) from error
 
     for shard in manifest.shards:
         if not (folder / shard.name).is_file():
@@ -99,9 +99,8 @@ def open_ranges(
 def _fetch_manifest(address: str, code: str) -> tuple[Path, Manifest]:
     """Return a folder of its own for a manifest and what was admitted, and both."""
     check_address(address, code)
-    where = hide_secrets(join_address(address, MANIFEST_NAME))
     raw = _read(address, MANIFEST_NAME, code, most=MAX_MANIFEST_BYTES)
-    manifest = Manifest.decode(raw, where=where)
+    manifest = Manifest.decode(raw, where=join_address(address, MANIFEST_NAME))
     folder = cache_folder(hide_secrets(address), raw)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -128,5 +127,4 @@ def _read(address: str, name: str, code: str, *, most: int) -> bytes:
     except GearError:
         raise
     except (OSError, ValueError) as error:
-        problem, where = f"cannot read it: {error}", hide_secrets(place)
-        raise InputError("DATASET_DAMAGED", problem, where) from error
+        raise InputError("DATASET_DAMAGED", f"cannot read it: {error}", place) from error

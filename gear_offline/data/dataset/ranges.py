@@ -147,7 +147,7 @@ class Ranges:
         if least > self.cache.size:
             problem = f"a cache of {self.cache.size} bytes holds no block, which has up to {least}"
             remedy = f"give at least {least} bytes ({size_text(least)}), better a hundred times"
-            raise InputError("USAGE", problem, hide_secrets(self.address), remedy)
+            raise InputError("USAGE", problem, self.address, remedy)
 
     def open(self, manifest: Manifest, shard: ShardRecord) -> RangedFile:
         """Open a shard; nothing is read."""
@@ -199,7 +199,7 @@ class RangedFile(Closing):
             problem = f"bytes {begin} to {end} do not match their digest: the file changed on the "
             problem += "server, or is damaged there"
             remedy = "start again, which reads the manifest anew; or put the dataset there again"
-            raise InputError("SOURCE_CHANGED", problem, hide_secrets(self._address), remedy)
+            raise InputError("SOURCE_CHANGED", problem, self._address, remedy)
         return content
 
     def close(self) -> None:
