@@ -101,8 +101,7 @@ class GearError(Exception):
     exit_code = 1
 
     def __init__(self, code: str, problem: str, where: str = "", remedy: str = "") -> None:
-        if where.lower().startswith(("http://", "https://")):  # all of it, blanks too
-            where = where.partition("?")[0]
+        where = re.sub(r"(?is)^(https?:/[^?]*).*", r"\1", where)  # blanks in a query too
         problem, where, remedy = map(without_secrets, (problem, where, remedy))
         self.code = code
         self.problem = problem

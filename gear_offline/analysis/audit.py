@@ -12,7 +12,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -164,10 +163,8 @@ def audit(
     alike, compared = _find_alike(every, full=full)
     total = sum(stop - first for first, stop in pieces)
     shown = data.address or data.path.name
-    with (
-        Progress(f"audit {shown}", total=total, unit="steps", quiet=quiet) as progress,
-        closing(map_in_threads(steps.look, pieces, usable_cores())) as looks,
-    ):
+    looks = map_in_threads(steps.look, pieces, usable_cores())
+    with Progress(f"audit {shown}", total=total, unit="steps", quiet=quiet) as progress:
         for (first, stop), seen in zip(pieces, looks, strict=True):
             steps.add(seen)
             progress.advance(stop - first)

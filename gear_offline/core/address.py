@@ -71,9 +71,8 @@ def check_address(address: str, code: str) -> None:
         raise InputError(code, "the address names no server", where, "check the address")
     if scheme in ("http", "https"):
         if "#" in rest:
-            problem = "browsers send nothing of what follows #"
             remedy = "write %23 for # and %3F for ? in a name, else leave it out"
-            raise InputError(code, problem, where, remedy)
+            raise InputError(code, "nobody sends a server what follows #", where, remedy)
         return
     import fsspec  # slow to load
 

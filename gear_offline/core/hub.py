@@ -36,8 +36,7 @@ def fetch(name: str, repo_type: Kind, code: str, *, only: tuple[str, ...] = ()) 
     from huggingface_hub import snapshot_download
 
     repo, inner, revision = split_name(name, code)
-    folder = inner and glob.escape(inner)
-    patterns = [folder, f"{folder}/*"] if folder else [*only] or None
+    patterns = [glob.escape(inner + end) for end in ("", "/")] if inner else [*only] or None
     options: dict[str, Any] = {"revision": revision, "allow_patterns": patterns}
     with _hub_errors(name, repo_type, code):
         path = Path(snapshot_download(repo, repo_type=repo_type, **options), inner or "")

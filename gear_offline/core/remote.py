@@ -16,14 +16,12 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, wait
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from http.client import HTTPResponse
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Thread, local
-from typing import Any, NamedTuple, Protocol, TypeVar
+from threading import Lock, Thread, local
+from typing import Generic, NamedTuple, Protocol, TypeVar
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from gear_offline.core.address import check_address, hide_secrets
@@ -40,7 +38,7 @@ LEAST_RATE = 64 << 10  # bytes a second of a range, after `TIMEOUT_SECONDS`
 PATIENCE_SECONDS = 120.0  # with a package that tries again by itself
 CACHE_VARIABLE = "GEAR_OFFLINE_CACHE"
 TOLD_AFTER_SECONDS = 10.0
-TURN_SECONDS = 0.2  # of waiting for what may come late
+TURN_SECONDS = 0.1  # of waiting for what may come late
 STOP_SECONDS = 1.0  # for a server's answer, once a stop is requested: a step may then be completed
 VERSION_FACTS = "etag|hash|md5|sha|blob_id|generation|creat|modif|mtime|updated"  # of fsspec's info
 
@@ -48,11 +46,39 @@ VERSION_FACTS = "etag|hash|md5|sha|blob_id|generation|creat|modif|mtime|updated"
 S = TypeVar("S")
 T = TypeVar("T")
 _THREAD = local()
-_Answers = SimpleQueue[tuple[Any, BaseException | None]]
 
 
 class NoRangesError(InputError):
     """A server that sends whole files alone."""
+
+
+class Answer(Generic[T]):
+    """What a call returns that another thread makes; without locks that a Ctrl-C leaves taken."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call, self._is_under_way, self.is_there = call, Lock(), False
+        self._is_under_way.acquire()
+        self._error: BaseException | None = None
+
+    def make(self) -> None:
+        """Call."""
+        try:
+            self._result = self._call()
+        except BaseException as error:
+            self._error = error
+        self.is_there = True
+        self._is_under_way.release()
+
+    def wait(self, check: Callable[[], object] = bool) -> T:
+        """Return it or raise it; in turns: a Ctrl-C just before a wait is seen only behind it."""
+        while not self.is_there:
+            if self._is_under_way.acquire(timeout=TURN_SECONDS):
+                self._is_under_way.release()
+            else:
+                check()
+        if self._error is not None:
+            raise self._error
+        return self._result
 
 
 def leave_servers_if(has_ended: Callable[[], bool]) -> None:
@@ -63,41 +89,27 @@ def leave_servers_if(has_ended: Callable[[], bool]) -> None:
 def map_in_threads(
     call: Callable[[S], T], items: Iterable[S], threads: int, name: str = "gear-request"
 ) -> Generator[T]:
-    """Yield the results of calls in their order; threads wait for no server if the caller fails.
-
-    Without locks of Python's own, which a Ctrl-C leaves taken.
-    """
-    has_ended, work = False, [(item, _Answers()) for item in items]
-    waiting = deque(work)
+    """Yield the results of calls in their order; threads wait for no server if the caller fails."""
+    has_ended, answers = False, deque([Answer(partial(call, item)) for item in items])
+    waiting = answers.copy()
 
     def run() -> None:
         leave_servers_if(lambda: has_ended)
         with suppress(IndexError):
             while not has_ended:
-                item, answers = waiting.popleft()
-                _answer(partial(call, item), answers)
+                waiting.popleft().make()
 
-    team = [Thread(target=run, daemon=True, name=name) for _ in range(min(threads, len(work)))]
+    team = [Thread(target=run, daemon=True, name=name) for _ in range(min(threads, len(answers)))]
     try:
         for thread in team:
             thread.start()
-        for _, answers in work:
-            yield _take(answers)
+        while answers:
+            yield answers.popleft().wait()
     finally:
         has_ended = True
         for thread in team:
             while thread.is_alive():
                 thread.join(TURN_SECONDS)
-
-
-def result_of(future: Future[T]) -> T:
-    """Return the result of work that may take minutes, such as a server's answer.
-
-    In turns: a Ctrl-C that comes just before a wait is seen only behind it.
-    """
-    while not future.done():
-        wait([future], TURN_SECONDS)
-    return future.result()
 
 
 class Version(NamedTuple):
@@ -235,10 +247,10 @@ def _read_range(file: RemoteFile, begin: int, end: int) -> bytearray:
 def _wait_for(call: Callable[[], T], nbytes: int = 0) -> T:
     """Return what a call returns, in time: in a thread of its own, which is left behind if not.
 
-    `Aborted` once this thread's work has ended, or a stop is requested meanwhile.
+    `Aborted` once this thread's work has ended, or a stop is requested.
     """
-    answers, started = _Answers(), time.monotonic()
-    Thread(target=_answer, args=(call, answers), daemon=True, name="server").start()
+    answer, started = Answer(call), time.monotonic()
+    Thread(target=answer.make, daemon=True, name="server").start()
     seconds, has_ended = PATIENCE_SECONDS + nbytes / LEAST_RATE, getattr(_THREAD, "has_ended", bool)
 
     def check() -> None:
@@ -247,27 +259,7 @@ def _wait_for(call: Callable[[], T], nbytes: int = 0) -> T:
         if time.monotonic() > started + seconds:
             raise TimeoutError(f"no answer in {seconds:.0f} seconds")
 
-    result: T = _take(answers, check)
-    return result
-
-
-def _answer(call: Callable[[], Any], answers: _Answers) -> None:
-    try:
-        answers.put((call(), None))
-    except BaseException as error:
-        answers.put((None, error))
-
-
-def _take(answers: _Answers, check: Callable[[], object] = bool) -> Any:
-    """Return an answer, or raise it; `check` is called now and then until it comes."""
-    while True:
-        with suppress(Empty):
-            value, error = answers.get(timeout=0.1)
-            break
-        check()
-    if error is not None:
-        raise error
-    return value
+    return answer.wait(check)
 
 
 class _Traffic:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +47,7 @@ from gear_offline.batches.tables.table import (
     whole_pages,
 )
 from gear_offline.batches.tables.window_reader import COPY_BYTES, Places, WindowReader, buffer_bytes
-from gear_offline.core.remote import result_of
+from gear_offline.core.remote import Answer
 from gear_offline.core.system import check_available, usable_cores
 from gear_offline.core.text import say, size_text
 from gear_offline.core.types import Array, Int64Array
@@ -239,7 +238,7 @@ class DiskGather:
         ahead = partial(ReadAhead, self._windows, plan, self._slots.targets, self._slots.shared)
         self._ahead = ahead(threads=sizes.threads)
         self._gather = partial(_gather_steps, self._ahead, self._slots, index, stream.rank_batch)
-        self._next: tuple[tuple[int, int], Future[Windows]] | None = None  # of steps that follow
+        self._next: tuple[tuple[int, int], Answer[Windows]] | None = None  # of steps that follow
         # Also when the interpreter ends: then the threads are waited for.
         self._close = weakref.finalize(self, self._ahead.stop)
 
@@ -255,9 +254,9 @@ class DiskGather:
             self._next = key, self._ahead.begin(partial(self._gather, *key))
         coming = self._next[1]
         try:
-            windows = result_of(coming)
+            windows = coming.wait()
         finally:
-            if coming.done():  # an error does not come twice
+            if coming.is_there:  # an error does not come twice
                 self._next = None
         key = (first_step + steps, steps)
         self._next = key, self._ahead.begin(partial(self._gather, *key))

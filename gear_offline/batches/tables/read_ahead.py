@@ -19,7 +19,6 @@ import time
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -28,7 +27,7 @@ import numpy as np
 
 from gear_offline.batches.tables.decoders import SharedFrames
 from gear_offline.batches.tables.window_reader import Places, WindowReader
-from gear_offline.core.remote import leave_servers_if
+from gear_offline.core.remote import Answer, leave_servers_if
 from gear_offline.core.types import Array, Int64Array
 from gear_offline.errors import GearError
 
@@ -266,22 +265,15 @@ class ReadAhead:
             self._plan.move(step)
             self._changed.notify()
 
-    def begin(self, work: Callable[[], T]) -> Future[T]:
+    def begin(self, work: Callable[[], T]) -> Answer[T]:
         """Begin work that takes what is read, in a thread of its own, behind what was begun."""
-        future = Future[T]()
-
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-
+        answer = Answer(work)
         with self._changed:
             self._raise()
             if self._taker.ident is None:
                 self._taker.start()
-            self._takes.put(run)
-        return future
+            self._takes.put(answer.make)
+        return answer
 
     def stop(self) -> None:
         """End the threads and wait for them, but no server's answer; can be repeated."""

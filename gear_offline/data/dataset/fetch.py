@@ -23,7 +23,7 @@ from gear_offline.data.dataset.manifest import (
 from gear_offline.data.dataset.ranges import BlockCache, Ranges, largest_block
 from gear_offline.data.dataset.shard import LocalFile
 from gear_offline.data.dataset.shard_file import ShardFile
-from gear_offline.errors import GearError, InputError
+from gear_offline.errors import InputError
 
 CODE = "DATASET_NOT_FOUND"
 READ_CACHE = 1 << 30  # bytes, for what reads all rows in their order
@@ -121,10 +121,12 @@ def _fetch_manifest(address: str, code: str) -> tuple[Path, Manifest]:
 
 
 def _read(address: str, name: str, code: str, *, most: int) -> bytes:
-    place, read = join_address(address, name), partial(read_regular, most=most)
-    try:
-        return read(fetch_file(place, code, check=read))
-    except GearError:
-        raise
-    except (OSError, ValueError) as error:
-        raise InputError("DATASET_DAMAGED", f"cannot read it: {error}", place) from error
+    place = join_address(address, name)
+
+    def read(file: Path) -> bytes:
+        try:
+            return read_regular(file, most=most)
+        except (OSError, ValueError) as error:
+            raise InputError("DATASET_DAMAGED", f"cannot read it: {error}", place) from error
+
+    return read(fetch_file(place, code, check=read))
