@@ -152,13 +152,14 @@ def read_rewards(path: Path, seed: int) -> Any:
 
 
 def test_files_of_another_kind_are_converted(hub: StandIn, tmp_path: Path) -> None:
-    (tmp_path / "raw" / "medium").mkdir(parents=True)
-    rewards = [read_rewards(tmp_path / "raw" / "medium" / f"{n}.hdf5", n) for n in (0, 1)]
+    odd = "medium [1] ä%20#?x"
+    (tmp_path / "raw" / odd).mkdir(parents=True)
+    rewards = [read_rewards(tmp_path / "raw" / odd / f"{n}.hdf5", n) for n in (0, 1)]
     (tmp_path / "raw" / "other.bin").write_bytes(b"not asked for")
     api = huggingface_hub.HfApi()
     api.create_repo("me/raw", repo_type="dataset")
     api.upload_folder(repo_id="me/raw", repo_type="dataset", folder_path=tmp_path / "raw")
-    names = {"hub:me/raw/medium": rewards, "hub:me/raw/medium/1.hdf5@main": rewards[1:]}
+    names = {f"hub:me/raw/{odd}": rewards, f"hub:me/raw/{odd}/1.hdf5@main": rewards[1:]}
     for name, some in names.items():
         manifest = go.convert(name, tmp_path / str(len(some)), quiet=True)
         assert manifest.source.uri == name
