@@ -5,6 +5,7 @@ import gc
 import os
 import re
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -391,6 +392,32 @@ def test_an_interruption_while_a_thread_starts_costs_nothing(
                 except KeyboardInterrupt:
                     ours = next(loader)
                 assert same(ours, batch)
+
+
+def test_ctrl_c_anywhere_in_a_batch_costs_nothing(dataset: Dataset) -> None:
+    left, before = 0, sys.gettrace()
+
+    def interrupt(frame: object, event: str, argument: object) -> Any:
+        nonlocal left
+        left -= event in ("call", "return")  # where Python looks for signals
+        if left == 0 and event != "line":
+            raise KeyboardInterrupt
+        return interrupt
+
+    options = OPTIONS | {"batch_size": 300}  # which are gathered one by one
+    with on_disk(dataset, **options) as loader, GearLoader(dataset, **options) as memory:
+        next(loader)  # Python's own start of a thread is another matter
+        for number in range(1, 120):
+            left, step = number, loader.step
+            sys.settrace(interrupt)
+            try:
+                batch = next(loader)
+            except KeyboardInterrupt:
+                continue
+            finally:
+                sys.settrace(before)
+            assert same(batch, memory.batch_at(step))
+        assert same(next(loader), memory.batch_at(loader.step - 1))
 
 
 def test_close_waits_for_batches_that_are_gathered_ahead(

@@ -68,6 +68,7 @@ class Answer(Generic[T]):
             self._error = error
         self.is_there = True
         self._is_under_way.release()
+        del self  # from a frame that an error refers to: a cycle would keep what the call has
 
     def wait(self, check: Callable[[], object] = bool) -> T:
         """Return it or raise it; in turns: a Ctrl-C just before a wait is seen only behind it."""

@@ -240,7 +240,7 @@ class DiskGather:
         self._gather = partial(_gather_steps, self._ahead, self._slots, index, stream.rank_batch)
         self._next: tuple[tuple[int, int], Answer[Windows]] | None = None  # of steps that follow
         # Also when the interpreter ends: then the threads are waited for.
-        self._close = weakref.finalize(self, self._ahead.stop)
+        weakref.finalize(self, self._ahead.stop)
 
     def draw_and_gather(self, first_step: int, steps: int) -> Windows:
         """Gather the stream's segments of `steps` steps from `first_step` on, (steps, B).
@@ -277,7 +277,7 @@ class DiskGather:
 
     def close(self) -> None:
         """End the reading threads; can be repeated."""
-        self._close()
+        self._ahead.stop()
 
 
 def _gather_steps(

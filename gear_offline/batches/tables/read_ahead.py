@@ -225,38 +225,37 @@ class ReadAhead:
         self._windows, self._plan, self._targets = windows, plan, tuple(targets)
         self._shared = shared
         # One lock.  A thread that has read looks for more itself; another one is woken when the
-        # plan has moved on, and wakes the next if it finds something.
-        lock = threading.RLock()
+        # plan has moved on, and wakes the next if it finds something.  `with` a condition, a Ctrl-C
+        # may come between taking its lock and the block that gives it back: who asks takes `_lock`.
+        self._lock = lock = threading.RLock()
         self._changed, self._arrived = threading.Condition(lock), threading.Condition(lock)
         self._error: BaseException | None = None
         self._stopped = False
         # Daemons: the interpreter waits for other threads before it runs what stops these.
-        self._threads = [
-            threading.Thread(target=self._work, name=f"gear-disk-{number}", daemon=True)
-            for number in range(threads)
-        ]
+        self._threads, self._count = list[threading.Thread](), threads
         # One thread for all takes: to start one takes milliseconds where decoders have all cores.
         self._takes = SimpleQueue[Callable[[], None] | None]()
-        self._taker = threading.Thread(target=self._serve, name="gear-gather", daemon=True)
+        self._taker, self._is_served = list[threading.Thread](), threading.Lock()
         # In which they run, from their start on; a fork would share shared memory before that too.
         self._process = None if shared is None else os.getpid()
 
     def take(self, first_step: int, steps: int) -> tuple[Int64Array, Int64Array]:
         """Wait for the windows of these steps; return their slots and first steps, (steps * B,).
 
-        They stay until `move`.  An interruption of the waiting costs nothing: call again.
+        They stay until `move`.  For work that was begun only: no Ctrl-C comes there.
         """
-        self.check(ahead=True)
         with self._changed:
-            self._process = os.getpid()
-            for thread in self._threads:
-                if thread.ident is None:  # an interruption may have left some to be started
-                    thread.start()
+            while (number := len(self._threads)) < self._count:
+                thread = threading.Thread(
+                    target=self._work, name=f"gear-disk-{number}", daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
             self._plan.move(first_step)
             self._changed.notify()
             while (ready := self._plan.ready_windows(first_step, steps)) is None:
-                self._arrived.wait()
                 self._raise()
+                self._arrived.wait()
             return ready
 
     def move(self, step: int) -> None:
@@ -268,10 +267,11 @@ class ReadAhead:
     def begin(self, work: Callable[[], T]) -> Answer[T]:
         """Begin work that takes what is read, in a thread of its own, behind what was begun."""
         answer = Answer(work)
-        with self._changed:
+        with self._lock:
             self._raise()
-            if self._taker.ident is None:
-                self._taker.start()
+            self._process = os.getpid()
+            if not self._taker:  # an interruption may leave one that comes later, or never
+                threading.Thread(target=self._serve, name="gear-gather", daemon=True).start()
             self._takes.put(answer.make)
         return answer
 
@@ -279,21 +279,18 @@ class ReadAhead:
         """End the threads and wait for them, but no server's answer; can be repeated."""
         if self._is_copy():
             return
-        with self._changed:
+        with self._lock:
             self._stopped = True
             self._takes.put(None)
             self._changed.notify_all()
             self._arrived.notify_all()
-        end = time.monotonic() + STOP_SECONDS
-        for thread in (*self._threads, self._taker):
-            if thread.is_alive():
+        end, threads = time.monotonic() + STOP_SECONDS, [*self._threads, *self._taker]
+        if threading.current_thread() not in threads:  # where a cycle's end may be noticed
+            for thread in threads:
                 thread.join(max(end - time.monotonic(), 0.0))
 
     def check(self, *, ahead: bool = False) -> None:
-        """Raise as `take` does if reading cannot go on; with `ahead` also in a forked copy.
-
-        Without the lock: Ctrl-C may come between taking it and the block that gives it back.
-        """
+        """Raise as `take` does if reading cannot go on; with `ahead` also in a forked copy."""
         if not self._is_copy():
             self._raise()
         elif ahead:
@@ -313,6 +310,9 @@ class ReadAhead:
             raise self._error
 
     def _serve(self) -> None:
+        if not self._is_served.acquire(blocking=False):
+            return
+        self._taker.append(threading.current_thread())
         while (run := self._takes.get()) is not None:
             run()
             del run  # which refers to what was gathered
