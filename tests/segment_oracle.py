@@ -36,6 +36,7 @@ class MemoryTable(Dataset):
         cuts = np.linspace(0, len(lengths), min(pieces, len(lengths)) + 1).astype(int)
         vars(self).update(
             path=Path("memory"),
+            name="memory",
             columns=dict(columns),
             episodes=index,
             first_steps=index.offsets[cuts],
