@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def connected(cluster: Any) -> Iterator[str]:
     ray.shutdown()
 
 
-def test_jobs_messages_and_errors(connected: str) -> None:
+def test_jobs_messages_and_errors(connected: str, tmp_path: Path) -> None:
     told: list[int] = []
     jobs = "tests.worker_jobs"
     with RayPool(connected) as pool:
@@ -65,12 +66,11 @@ def test_jobs_messages_and_errors(connected: str) -> None:
                 list(pool.run(f"{jobs}:fail", [(how,)]))
         with one_error("INTERNAL", "nothing can be sent"):
             list(pool.run(f"{jobs}:listen", [()]))
-        number = pool.submit(f"{jobs}:sleep")
-        found: list[Any] = []
-        while not found:  # Ray's cancelling may come before the task can hear of it
-            pool.interrupt()
-            found = pool.wait(1.0)
-        ((ended, value),) = found
+        number = pool.submit(f"{jobs}:sleep", begun := tmp_path / "begun")
+        while not begun.exists():  # a task that does not run yet may never hear of it
+            time.sleep(0.02)
+        pool.interrupt()
+        ((ended, value),) = pool.wait(60.0)
         assert ended == number and isinstance(value, GearError) and value.code == "WORKER_LOST"
 
 
