@@ -35,7 +35,7 @@ _OPTION = re.compile(
     r"|(?:none|done-only|terminals|actions|padded)\b))?"
 )
 _SWITCHES = ("allow-nonfinite", "exact", "overwrite", "private", "resume", "train")
-_LOGIN = re.compile(r"(:/{1,2})[^/?#]*@")  # of an address
+_LOGIN = re.compile(r"(\w[\w+.-]+:/{1,2})[^/?#\s]*@")  # of an address
 # of a web server's: signatures and tokens; the sentence around it goes on
 _QUERY = re.compile(r"(https?:/[^\s?]*)\?[^\s'\"<>]*?(?=[)\]},;:.]*(?:[\s'\"<>]|$))", re.IGNORECASE)
 _callers = ["Python"]

@@ -53,7 +53,7 @@ class NoRangesError(InputError):
 
 
 class Answer(Generic[T]):
-    """What a call returns that another thread makes; without locks that a Ctrl-C leaves taken."""
+    """The result of a call that another thread makes.  A Ctrl-C leaves no lock of it taken."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call, self._is_under_way, self.is_there = call, Lock(), False
@@ -61,7 +61,7 @@ class Answer(Generic[T]):
         self._error: BaseException | None = None
 
     def make(self) -> None:
-        """Call."""
+        """Make the call, in the other thread."""
         try:
             self._result = self._call()
         except BaseException as error:
@@ -71,7 +71,10 @@ class Answer(Generic[T]):
         del self  # from a frame that an error refers to: a cycle would keep what the call has
 
     def wait(self, check: Callable[[], object] = bool) -> T:
-        """Return it or raise it; in turns: a Ctrl-C just before a wait is seen only behind it."""
+        """Wait for the result and return it, or raise the call's error.
+
+        In turns, with a `check` after each: a Ctrl-C just before a wait is seen only behind it.
+        """
         while not self.is_there:
             if self._is_under_way.acquire(timeout=TURN_SECONDS):
                 self._is_under_way.release()
@@ -90,7 +93,7 @@ def leave_servers_if(has_ended: Callable[[], bool]) -> None:
 def map_in_threads(
     call: Callable[[S], T], items: Iterable[S], threads: int, name: str = "gear-request"
 ) -> Generator[T]:
-    """Yield the results of calls in their order; threads wait for no server if the caller fails."""
+    """Yield the results of calls, in order; no thread waits for a server once the caller fails."""
     has_ended, answers = False, deque([Answer(partial(call, item)) for item in items])
     waiting = answers.copy()
 

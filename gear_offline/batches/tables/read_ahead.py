@@ -235,14 +235,14 @@ class ReadAhead:
         self._threads, self._count = list[threading.Thread](), threads
         # One thread for all takes: to start one takes milliseconds where decoders have all cores.
         self._takes = SimpleQueue[Callable[[], None] | None]()
-        self._taker, self._is_served = list[threading.Thread](), threading.Lock()
+        self._takers, self._turn = list[threading.Thread](), threading.Lock()  # who serves has it
         # In which they run, from their start on; a fork would share shared memory before that too.
         self._process = None if shared is None else os.getpid()
 
     def take(self, first_step: int, steps: int) -> tuple[Int64Array, Int64Array]:
         """Wait for the windows of these steps; return their slots and first steps, (steps * B,).
 
-        They stay until `move`.  For work that was begun only: no Ctrl-C comes there.
+        They stay until `move`.  Only what `begin` runs calls this: no Ctrl-C comes there.
         """
         with self._changed:
             while (number := len(self._threads)) < self._count:
@@ -270,7 +270,7 @@ class ReadAhead:
         with self._lock:
             self._raise()
             self._process = os.getpid()
-            if not self._taker:  # an interruption may leave one that comes later, or never
+            if not self._takers:  # an interruption may leave one that comes later, or never
                 threading.Thread(target=self._serve, name="gear-gather", daemon=True).start()
             self._takes.put(answer.make)
         return answer
@@ -284,7 +284,7 @@ class ReadAhead:
             self._takes.put(None)
             self._changed.notify_all()
             self._arrived.notify_all()
-        end, threads = time.monotonic() + STOP_SECONDS, [*self._threads, *self._taker]
+        end, threads = time.monotonic() + STOP_SECONDS, [*self._threads, *self._takers]
         if threading.current_thread() not in threads:  # where a cycle's end may be noticed
             for thread in threads:
                 thread.join(max(end - time.monotonic(), 0.0))
@@ -310,9 +310,9 @@ class ReadAhead:
             raise self._error
 
     def _serve(self) -> None:
-        if not self._is_served.acquire(blocking=False):
+        if not self._turn.acquire(blocking=False):
             return
-        self._taker.append(threading.current_thread())
+        self._takers.append(threading.current_thread())
         while (run := self._takes.get()) is not None:
             run()
             del run  # which refers to what was gathered

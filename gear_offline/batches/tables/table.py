@@ -63,7 +63,7 @@ from gear_offline.kernels.columns import ColumnGroup, Field, final_values
 
 PACKED_BYTES = 1024  # fields up to this many bytes a step are stored as float32
 RECORD_ALIGNMENT_BYTES = 16
-CHUNK_BYTES = 16 << 20  # of a shard's columns and their rows
+CHUNK_BYTES = 16 << 20  # of a shard's columns and their rows: with 4 an H200 waits twice as long
 RUN_STEPS = 1 << 18  # of whole episodes whose returns-to-go are summed at a time
 SWITCH_SECONDS = 2e-4  # for the interpreter's lock: 16 threads loaded 1.6 times as fast on an H200
 MAX_THREADS = 8  # more are slower: the kernel makes pages for one mapping no faster
